@@ -1,0 +1,199 @@
+"""Flags, made from the rooms' settings: a dataclass field `max_staleness` is the flag `--max-staleness`.
+
+`--config FILE.yaml` gives values under the same names; the command line wins over it. A field that two rooms need (such
+as global_batch_size) is one flag and fills both. Every user error is a ValueError that names the flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from m2po_megatron.algo.losses import LossSettings, policy_loss
+from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings
+from m2po_megatron.rollout.settings import RolloutSettings
+from m2po_megatron.run_settings import RunSettings
+from m2po_megatron.trainer import BatchSettings
+
+
+@dataclass
+class Settings:
+    """Everything, by room. Only pretrain_rl.py and tools/ see it whole."""
+
+    model: ModelSettings
+    parallel: ParallelSettings
+    optimizer: OptimizerSettings
+    loss: LossSettings
+    batch: BatchSettings
+    rollout: RolloutSettings
+    run: RunSettings
+
+
+_GROUPS: dict[str, type] = {
+    "model": ModelSettings,
+    "parallel": ParallelSettings,
+    "optimizer": OptimizerSettings,
+    "loss": LossSettings,
+    "batch": BatchSettings,
+    "rollout": RolloutSettings,
+    "run": RunSettings,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises ValueError, with a near flag's name for a misspelt one, instead of printing usage and exiting."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ValueError(message)
+
+
+def _fields() -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """(group, field, its type) of every flag, each flag once."""
+    seen = set()
+    for group, cls in _GROUPS.items():
+        hints = typing.get_type_hints(cls)
+        for entry in dataclasses.fields(cls):
+            if entry.name not in seen:
+                seen.add(entry.name)
+                yield group, entry, hints[entry.name]
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _default(entry: dataclasses.Field[Any]) -> Any:
+    return entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
+
+
+def _value_type(hint: Any) -> tuple[Any, bool]:
+    """(scalar type, is a list) of `int`, `int | None` or `list[int]`."""
+    if isinstance(hint, types.UnionType):
+        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+    if typing.get_origin(hint) in (list, tuple):
+        return typing.get_args(hint)[0], True
+    return hint, False
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="pretrain_rl.py", description="M2PO on megatron-core", allow_abbrev=False)
+    parser.add_argument("--config", help="YAML file of the same names; the command line wins")
+    groups = {name: parser.add_argument_group(name, (cls.__doc__ or "").split("\n")[0]) for name, cls in _GROUPS.items()}
+    for group, entry, hint in _fields():
+        kind, is_list = _value_type(hint)
+        text = entry.metadata.get("help", "").replace("%", "%%")
+        options: dict[str, Any] = {"dest": entry.name, "default": argparse.SUPPRESS}
+        options["help"] = f"{text} (default: {_default(entry)})"
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options.update(type=kind, choices=entry.metadata.get("choices"))
+            if is_list:
+                options["nargs"] = "+"
+        groups[group].add_argument(flag(entry.name), **options)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> Settings:
+    """Settings from a command line. Raises ValueError naming the flag or the file's key at fault."""
+    parser = build_parser()
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [flag(entry.name) for _, entry, _ in _fields()]
+        near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+        raise ValueError(f"unknown flag {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+    values = vars(given)
+    config = values.pop("config", None)
+    if config is not None:
+        values = {**_read_config(config), **values}
+    settings = Settings(
+        **{
+            group: cls(**{e.name: values[e.name] for e in dataclasses.fields(cls) if e.name in values})
+            for group, cls in _GROUPS.items()
+        }
+    )
+    for _, entry, _ in _fields():  # one flag, several rooms: the first room's default holds for all of them
+        owners = [g for g in _GROUPS if hasattr(getattr(settings, g), entry.name)]
+        for owner in owners[1:]:
+            setattr(getattr(settings, owner), entry.name, getattr(getattr(settings, owners[0]), entry.name))
+    check_settings(settings)
+    return settings
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path}: cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path}: must be a mapping of flag names to values")
+    fields = {entry.name: (entry, hint) for _, entry, hint in _fields()}
+    values = {}
+    for key, value in content.items():
+        name = str(key).lstrip("-").replace("-", "_")
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            raise ValueError(f"--config {path}: unknown key {key}" + (f"; did you mean {near[0]}?" if near else ""))
+        entry, hint = fields[name]
+        values[name] = _convert(f"--config {path}: {key}", value, hint, entry.metadata.get("choices"))
+    return values
+
+
+def _convert(where: str, value: Any, hint: Any, choices: Sequence[Any] | None) -> Any:
+    kind, is_list = _value_type(hint)
+    if value is None and isinstance(hint, types.UnionType):
+        return None
+    items = list(value) if is_list and isinstance(value, list | tuple) else [value]
+    try:
+        if kind is bool and not all(isinstance(item, bool) for item in items):
+            raise ValueError("true or false expected")
+        items = [kind(item) for item in items]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {value!r} is not a {kind.__name__}: {error}") from None
+    if choices and not all(item in choices for item in items):
+        raise ValueError(f"{where}: {value!r} is not one of {', '.join(map(str, choices))}")
+    return items if is_list else items[0]
+
+
+def check_settings(settings: Settings) -> None:
+    """What contradicts itself is refused here, before anything is started."""
+    run, batch, loss, rollout, optimizer = settings.run, settings.batch, settings.loss, settings.rollout, settings.optimizer
+    if not settings.model.hf_path:
+        raise ValueError("--hf-path is required: a Hugging Face directory with config, safetensors and tokenizer")
+    if math.isnan(loss.m2_threshold) or loss.m2_threshold < 0:
+        raise ValueError(f"--m2-threshold {loss.m2_threshold}: must be a number of at least 0")
+    policy_loss(loss.policy_loss)  # raises, naming the flag and the known losses
+    positive = {
+        "train_iters": run.train_iters,
+        "global_batch_size": batch.global_batch_size,
+        "micro_batch_size": batch.micro_batch_size,
+        "max_tokens_per_micro_batch": batch.max_tokens_per_micro_batch,
+        "eval_samples_per_prompt": run.eval_samples_per_prompt,
+    }
+    for name, value in positive.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{flag(name)} {value}: must be at least 1")
+    for name, number in {"lr": optimizer.lr, "min_lr": optimizer.min_lr, "clip_grad": optimizer.clip_grad}.items():
+        if not (math.isfinite(number) and number >= 0):
+            raise ValueError(f"{flag(name)} {number}: must be a finite number of at least 0")
+    rollout.validate()
+    if batch.micro_batch_size is not None and batch.max_tokens_per_micro_batch is not None:
+        raise ValueError("--micro-batch-size and --max-tokens-per-micro-batch: give one of them, not both")
+    updates = rollout.updates_per_batch
+    if run.train_iters % updates:
+        raise ValueError(
+            f"--train-iters {run.train_iters}: must be a multiple of the {updates} updates of a batch "
+            "(--rollout-batch-size / --global-batch-size)"
+        )
+    if (run.save_interval or 0) > 0 and not run.save:
+        raise ValueError("--save-interval: needs --save DIR")

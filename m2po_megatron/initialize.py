@@ -1,0 +1,102 @@
+"""From a process to a rank: torch.distributed, megatron-core's parallel state, seeds, device.
+
+Works under torchrun (any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from m2po_megatron.policy.settings import ParallelSettings
+
+
+@dataclass(frozen=True)
+class World:
+    """What this rank knows of itself. `control_group`: all ranks, gloo, for decisions and host data."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    control_group: dist.ProcessGroup
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def check_layout(parallel: ParallelSettings, world_size: int) -> None:
+    """Raise ValueError unless the ranks divide into the layout."""
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        if getattr(parallel, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(parallel, name)}: must be at least 1")
+    for name in ("context_parallel_size", "expert_model_parallel_size"):
+        if getattr(parallel, name) != 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(parallel, name)}: only 1 is supported by this version")
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        raise ValueError("--sequence-parallel: needs --tensor-model-parallel-size above 1")
+    ranks = (
+        parallel.tensor_model_parallel_size
+        * parallel.pipeline_model_parallel_size
+        * parallel.context_parallel_size
+    )
+    if world_size % ranks:
+        raise ValueError(
+            f"{world_size} ranks cannot be divided by --tensor-model-parallel-size x --pipeline-model-parallel-size x "
+            f"--context-parallel-size = {ranks}; start a multiple of {ranks} processes or change the layout"
+        )
+
+
+def initialize(parallel: ParallelSettings, seed: int) -> World:
+    """Join the job, or take up a process group that stands already. ValueError for a layout that does not fit the ranks."""
+    standing = dist.is_initialized()
+    world_size = dist.get_world_size() if standing else int(os.environ.get("WORLD_SIZE", "1"))
+    rank = dist.get_rank() if standing else int(os.environ.get("RANK", "0"))
+    check_layout(parallel, world_size)
+    backend = parallel.distributed_backend
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    if standing:
+        backend = dist.get_backend()
+    elif "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+    )
+    torch.manual_seed(seed)
+    # Without CUDA there is no CUDA generator to track; Megatron's inference tracker keeps none (a public argument).
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed, inference_rng_tracker=not torch.cuda.is_available(), force_reset_rng=True
+    )
+    world = dist.group.WORLD
+    assert world is not None
+    return World(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        control_group=world if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout),
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+    )

@@ -1,0 +1,153 @@
+"""Micro-batches through megatron-core's forward-backward function; log-probs on the last pipeline stage.
+
+Letters: t = tokens of a micro-batch, V/TP = this tensor-parallel rank's part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from m2po_megatron.data.packing import MicroBatch
+from m2po_megatron.kernels.logprob import vocab_parallel_logprob
+from m2po_megatron.policy.architecture import Architecture, read_architecture
+from m2po_megatron.policy.attention import pack_sequences
+from m2po_megatron.policy.model import build_model, wrap_model
+from m2po_megatron.policy.optimizer import build_optimizer
+from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings
+
+LogprobConsumer = Callable[[int, MicroBatch, Tensor, Tensor | None], tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch number, micro-batch, log-probs [t], entropy [t] or None) -> (this micro-batch's loss, sums to report)."""
+
+
+@dataclass
+class Policy:
+    """This rank's part of the model in training, with everything that moves it."""
+
+    architecture: Architecture
+    gpt: GPTModel
+    model: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    device: torch.device
+
+    @property
+    def is_last_stage(self) -> bool:
+        return bool(self.gpt.post_process)
+
+
+def build_policy(
+    model: ModelSettings,
+    parallel: ParallelSettings,
+    optimizer: OptimizerSettings,
+    *,
+    train_iters: int,
+    device: torch.device,
+    load_weights: Callable[[GPTModel, Architecture], None],
+) -> Policy:
+    """Build, fill with `load_weights(gpt, architecture)`, wrap. Weights come before the optimizer, which copies them."""
+    architecture = read_architecture(model.hf_path)
+    _check_divisible(architecture, parallel)
+    gpt = build_model(architecture, model, parallel, device)
+    load_weights(gpt, architecture)
+    wrapped = wrap_model(gpt, use_distributed_optimizer=optimizer.use_distributed_optimizer)
+    gpt.config.finalize_model_grads_func = _finalize_without_scaling
+    adam, scheduler = build_optimizer(wrapped, optimizer, train_iters)
+    return Policy(architecture, gpt, wrapped, adam, scheduler, device)
+
+
+def _check_divisible(architecture: Architecture, parallel: ParallelSettings) -> None:
+    size = parallel.tensor_model_parallel_size
+    for what, number in (
+        ("attention heads", architecture.num_heads),
+        ("key/value heads", architecture.num_key_value_heads),
+        ("feed-forward width", architecture.ffn_hidden_size),
+    ):
+        if number % size:
+            raise ValueError(f"--tensor-model-parallel-size {size}: the model's {what} ({number}) do not divide by it")
+    if architecture.num_layers % parallel.pipeline_model_parallel_size:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}: the model's "
+            f"{architecture.num_layers} layers do not divide by it"
+        )
+
+
+def _finalize_without_scaling(model: Any, num_tokens: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    """Megatron divides by the token count here; our loss already carries the global denominator."""
+    finalize_model_grads(model, None, *args, **kwargs)
+
+
+def run_micro_batches(
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    consume: LogprobConsumer,
+    *,
+    temperature: float,
+    entropy: str = "none",
+    forward_only: bool = False,
+) -> list[dict[str, Tensor]]:
+    """Forward every micro-batch, and backward unless `forward_only`. Collective over the model-parallel ranks.
+
+    `consume` is called on the last pipeline stage only, once a micro-batch; its loss is summed as it is, neither
+    averaged over micro-batches nor over ranks. Returns its reports, in order ([] on other stages). Gradients are reduced
+    over data-parallel ranks when this returns.
+    """
+    numbered = enumerate(micro_batches)
+
+    def forward_step(batches: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        number, micro_batch = next(batches)
+        logits = model(
+            micro_batch.token_ids[None],
+            None,
+            None,
+            packed_seq_params=pack_sequences(micro_batch.lengths, micro_batch.token_ids.device),
+        )
+
+        def loss(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            logprobs, entropies = vocab_parallel_logprob(
+                logits[0],
+                micro_batch.targets,
+                temperature=temperature,
+                entropy=entropy,  # type: ignore[arg-type]
+                tp_group=parallel_state.get_tensor_model_parallel_group(),
+                vocab_size=policy.architecture.vocab_size,
+                inplace_backward=not forward_only,
+            )
+            value, report = consume(number, micro_batch, logprobs, entropies)
+            return value, torch.zeros((), dtype=torch.int), report
+
+        return logits, loss
+
+    with torch.set_grad_enabled(not forward_only):
+        reports: list[dict[str, Tensor]] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=numbered,
+            model=policy.model,
+            num_microbatches=len(micro_batches),
+            seq_length=int(micro_batches[0].token_ids.numel()),  # real lengths travel with the tensors
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+    return reports
+
+
+def compute_logprobs(policy: Policy, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:
+    """Pass A: log-probs [t] of every micro-batch under the current weights, no gradient. [] but on the last stage."""
+    logprobs: list[Tensor] = []
+
+    def keep(number: int, batch: MicroBatch, value: Tensor, _: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs.append(value)
+        return value.new_zeros(()), {}
+
+    run_micro_batches(policy, micro_batches, keep, temperature=temperature, forward_only=True)
+    return logprobs

@@ -1,0 +1,150 @@
+"""The policy in training: a megatron-core GPTModel built from a Hugging Face config.
+
+TransformerEngine's layer spec is used where it is installed and there is a GPU; otherwise Megatron's local spec with our
+norm and packed attention. Omits mixture-of-experts and context parallelism.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from m2po_megatron.policy.architecture import Architecture
+from m2po_megatron.policy.attention import PackedAttention, PackedRotaryEmbedding
+from m2po_megatron.policy.settings import ModelSettings, ParallelSettings
+
+logger = logging.getLogger(__name__)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """The local spec's stock norm refuses sequence parallelism; this one marks its weight for the extra all-reduce."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def transformer_config(
+    architecture: Architecture, model: ModelSettings, parallel: ParallelSettings
+) -> TransformerConfig:
+    """Megatron's configuration of this model under this layout. Every fusion that needs CUDA is off without it."""
+    dtype = torch.bfloat16 if model.bf16 else torch.float32
+    recompute: dict[str, Any] = {"recompute_granularity": model.recompute_granularity}
+    if model.recompute_granularity == "full":
+        recompute.update(recompute_method="uniform", recompute_num_layers=1)
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_heads,
+        num_query_groups=architecture.num_key_value_heads,
+        kv_channels=architecture.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=model.attention_softmax_in_fp32,
+        bf16=model.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        autocast_dtype=dtype,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        moe_token_dispatcher_type="alltoall",  # the default does not know packed rows, and is checked without experts too
+        variable_seq_lengths=True,  # micro-batches are packed rows of different lengths
+        # The loss we hand over is already divided by the global denominator: Megatron must sum, never average.
+        calculate_per_token_loss=True,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        batch_p2p_comm=False,
+        **recompute,
+    )
+
+
+def padded_vocab_size(architecture: Architecture, model: ModelSettings, parallel: ParallelSettings) -> int:
+    """The vocabulary with as many empty rows as make every shard a multiple of --make-vocab-size-divisible-by."""
+    multiple = model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
+    return -(-architecture.vocab_size // multiple) * multiple
+
+
+def layer_spec_name() -> str:
+    """Which layer implementation this process uses, for the start-up line."""
+    if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine_torch") is not None:
+        return "transformer_engine"
+    return "local"
+
+
+def _layer_specs(config: TransformerConfig) -> Any:
+    if layer_spec_name() == "transformer_engine":
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts: Any = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if config.qk_layernorm:
+        parts.self_attention.submodules.q_layernorm = RMSNorm
+        parts.self_attention.submodules.k_layernorm = RMSNorm
+    parts.self_attention.submodules.core_attention = PackedAttention
+    layers = [spec] * get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def build_model(
+    architecture: Architecture, model: ModelSettings, parallel: ParallelSettings, device: torch.device
+) -> GPTModel:
+    """This rank's part of the model, on `device`, with Megatron's initial weights."""
+    config = transformer_config(architecture, model, parallel)
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=_layer_specs(config),
+        vocab_size=padded_vocab_size(architecture, model, parallel),
+        max_sequence_length=architecture.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=architecture.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=architecture.rope_theta,  # type: ignore[arg-type]
+        parallel_output=True,
+    )
+    if layer_spec_name() == "local":
+        gpt.rotary_pos_emb = PackedRotaryEmbedding(
+            kv_channels=architecture.head_dim,
+            rotary_percent=1.0,
+            rotary_base=architecture.rope_theta,  # type: ignore[arg-type]
+            use_cpu_initialization=True,
+        )
+    return gpt.to(device)
+
+
+def wrap_model(gpt: GPTModel, *, use_distributed_optimizer: bool) -> DistributedDataParallel:
+    """Megatron's DDP: one contiguous float32 gradient buffer, summed (not averaged) over data-parallel ranks."""
+    config = gpt.config
+    module = Float16Module(config, gpt) if config.bf16 else gpt
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=use_distributed_optimizer, average_in_collective=False
+    )
+    return DistributedDataParallel(config, ddp, module)

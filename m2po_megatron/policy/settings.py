@@ -1,0 +1,50 @@
+"""Settings of the model, its layout over ranks and its optimizer. Each field is a flag with Megatron's spelling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class ModelSettings:
+    hf_path: str = field(default="", metadata={"help": "Hugging Face directory: config, safetensors and tokenizer"})
+    make_vocab_size_divisible_by: int = field(
+        default=1, metadata={"help": "pad the vocabulary so that each tensor-parallel shard is a multiple of this"}
+    )
+    bf16: bool = field(default=False, metadata={"help": "train in bfloat16 with float32 main weights and gradients"})
+    recompute_granularity: str | None = field(
+        default=None, metadata={"help": "activation recomputation", "choices": ["full", "selective"]}
+    )
+    attention_softmax_in_fp32: bool = field(default=True, metadata={"help": "softmax of attention in float32"})
+
+
+@dataclass
+class ParallelSettings:
+    tensor_model_parallel_size: int = field(default=1, metadata={"help": "ranks that share each layer's matrices"})
+    pipeline_model_parallel_size: int = field(default=1, metadata={"help": "ranks that share the layers"})
+    context_parallel_size: int = field(default=1, metadata={"help": "ranks that share each sequence (1 in this version)"})
+    expert_model_parallel_size: int = field(default=1, metadata={"help": "ranks that share experts (1 in this version)"})
+    sequence_parallel: bool = field(default=False, metadata={"help": "shard norm activations over tensor-parallel ranks"})
+    distributed_backend: str = field(
+        default="auto", metadata={"help": "auto = nccl with CUDA, else gloo", "choices": ["auto", "nccl", "gloo"]}
+    )
+    distributed_timeout_minutes: int = field(default=10, metadata={"help": "a collective waits at most this long"})
+
+
+@dataclass
+class OptimizerSettings:
+    lr: float = field(default=1e-6, metadata={"help": "peak learning rate"})
+    min_lr: float = field(default=0.0, metadata={"help": "learning rate at the end of the decay"})
+    lr_decay_style: str = field(
+        default="constant", metadata={"help": "shape of the decay", "choices": ["constant", "linear", "cosine"]}
+    )
+    lr_warmup_iters: int = field(default=0, metadata={"help": "updates of linear warm-up"})
+    lr_decay_iters: int | None = field(default=None, metadata={"help": "updates until min_lr (default: --train-iters)"})
+    weight_decay: float = field(default=0.01, metadata={"help": "AdamW weight decay (not on norms and biases)"})
+    adam_beta1: float = field(default=0.9, metadata={"help": "AdamW beta1"})
+    adam_beta2: float = field(default=0.999, metadata={"help": "AdamW beta2"})
+    adam_eps: float = field(default=1e-8, metadata={"help": "AdamW epsilon"})
+    clip_grad: float = field(default=1.0, metadata={"help": "largest global gradient norm; 0 = no clipping"})
+    use_distributed_optimizer: bool = field(
+        default=False, metadata={"help": "shard optimizer state over data-parallel ranks"}
+    )

@@ -1,0 +1,33 @@
+"""Ending when the parent ends: a killed trainer must not leave a controller, nor a killed controller its engines."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+def ask_for_death_signal() -> None:
+    """Have Linux send this process SIGTERM when its parent dies; elsewhere, and if refused, polling must do."""
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        logger.warning("prctl(PR_SET_PDEATHSIG) failed with errno %d; polling the parent instead", ctypes.get_errno())
+
+
+async def watch_parent(parent_pid: int, on_death: Callable[[], None]) -> None:
+    """Call `on_death` once this process's parent is not `parent_pid` any more (it died before or while we look)."""
+    while os.getppid() == parent_pid:
+        await asyncio.sleep(POLL_S)
+    logger.warning("the parent process %d is gone", parent_pid)
+    on_death()

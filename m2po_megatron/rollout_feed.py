@@ -1,0 +1,167 @@
+"""How rollouts reach every rank: global rank 0 talks to the controller, everybody hears.
+
+At least every few seconds all ranks meet in one small all-reduce over gloo: rank 0 says wait, ready or failed, and any
+rank may say stop (a signal reached it). Then the payload is broadcast as raw bytes. So no rank sits in a collective while
+a long rollout is awaited, and a signal acts at one place, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from m2po_megatron.data.trajectory import Batch, Group, Prompt, Trajectory
+from m2po_megatron.initialize import World
+from m2po_megatron.rollout.codec import decode_batch, encode_batch
+from m2po_megatron.rollout.connection import ControllerConnection
+from m2po_megatron.rollout.errors import RolloutError
+
+logger = logging.getLogger(__name__)
+POLL_SECONDS = 2.0
+_WAIT, _READY, _FAILED = 0, 1, 2
+
+
+class StopSignal:
+    """Ctrl-C, SIGTERM or SIGUSR1 asks for a clean stop at the next meeting; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number != signal.SIGUSR1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.requested = True
+
+
+class RolloutFeed:
+    """The same batches, evaluations and probes on every rank. All methods but `close` are collective."""
+
+    def __init__(self, world: World, connection: ControllerConnection | None, stop: StopSignal) -> None:
+        if world.is_main and connection is None:
+            raise ValueError("global rank 0 needs the connection to the rollout controller")
+        self.world = world
+        self.connection = connection
+        self.stop = stop
+        self.stopping = False
+        self.failure: str | None = None
+
+    def wait_for(self, poll: Callable[[ControllerConnection], bytes | None]) -> bytes | None:
+        """Rank 0 polls (each call at most a few seconds) until there is an answer; every rank gets it.
+
+        None: the run is stopping (a signal, or rollouts failed: then `failure` says why on every rank).
+        """
+        while True:
+            code, payload = _WAIT, b""
+            if self.connection is not None and not self.stop.requested:
+                try:
+                    answer = poll(self.connection)
+                    if answer is not None:
+                        code, payload = _READY, answer
+                except RolloutError as error:
+                    code, payload = _FAILED, str(error).encode()
+            control = torch.tensor([code, len(payload), int(self.stop.requested)])
+            dist.all_reduce(control, op=dist.ReduceOp.MAX, group=self.world.control_group)
+            code, size, stop = control.tolist()
+            if code != _WAIT:
+                payload = self._broadcast(payload, size)
+            if code == _FAILED:
+                self.failure = payload.decode()
+            if stop or code == _FAILED:
+                self.stopping = True
+                return None
+            if code == _READY:
+                return payload
+
+    def _broadcast(self, payload: bytes, size: int) -> bytes:
+        buffer = torch.empty(size, dtype=torch.uint8)
+        if self.world.is_main and size:
+            buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        if size:
+            dist.broadcast(buffer, src=0, group=self.world.control_group)
+        return buffer.numpy().tobytes()
+
+    def next_batch(self, version: int) -> Batch | None:
+        """The next batch, its staleness checked against `version`; None when the run is stopping."""
+
+        def lease(connection: ControllerConnection) -> bytes | None:
+            batch = connection.lease(version, POLL_SECONDS)
+            return None if batch is None else encode_batch(batch)
+
+        payload = self.wait_for(lease)
+        return None if payload is None else decode_batch(payload)
+
+    def evaluate(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Run an evaluation on the engines under `request["version"]`'s weights; None when the run is stopping."""
+        jobs: list[str] = []
+
+        def result(connection: ControllerConnection) -> bytes | None:
+            if not jobs:
+                jobs.append(connection.evaluate_start(**request))
+            answer = connection.evaluate_result(jobs[0], POLL_SECONDS)
+            return None if answer is None else json.dumps(answer).encode()
+
+        payload = self.wait_for(result)
+        return None if payload is None else json.loads(payload)
+
+    def probe(self, version: int, samples: int) -> list[Trajectory]:
+        """Trajectories sampled by exactly `version`, to measure the engine against the trainer; [] when stopping."""
+
+        def sample(connection: ControllerConnection) -> bytes | None:
+            trajectories = connection.probe(samples, POLL_SECONDS, version=version)
+            if trajectories is None:
+                return None
+            return encode_batch(Batch(id=0, groups=[Group("probe", Prompt("probe", ""), trajectories)]))
+
+        payload = self.wait_for(sample)
+        return [] if payload is None else decode_batch(payload).trajectories
+
+    def publish(self, path: str, version: int) -> None:
+        """Tell the controller of new weights; it does not wait for the engines."""
+        self._tell(lambda connection: connection.publish(path, version))
+
+    def trained(self, batch_id: int, version: int) -> None:
+        """The batch is consumed: the weights are now at `version`."""
+        self._tell(lambda connection: connection.trained(batch_id, version))
+
+    def _tell(self, call: Callable[[ControllerConnection], None]) -> None:
+        if self.connection is None:
+            return
+        try:
+            call(self.connection)
+        except RolloutError as error:  # every rank hears of it at the next meeting, where rank 0's poll fails too
+            logger.error("%s", error)
+
+    @property
+    def loaded_version(self) -> int:
+        """The oldest version over the engines at the last lease, as rank 0 knows it (0 on other ranks)."""
+        return int(self.connection.last_lease_info.get("loaded_version", 0)) if self.connection is not None else 0
+
+    def counters(self) -> dict[str, float]:
+        """`rollout/dropped`: groups dropped so far, for any reason (rank 0; {} elsewhere)."""
+        if self.connection is None:
+            return {}
+        dropped = self.connection.last_lease_info.get("dropped", {})
+        return {"rollout/dropped": float(sum(dropped.values()))}
+
+    def __enter__(self) -> RolloutFeed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the controller and its engines (rank 0); safe to call twice."""
+        if self.connection is not None:
+            self.connection.close()

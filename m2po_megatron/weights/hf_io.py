@@ -1,0 +1,164 @@
+"""Hugging Face safetensors directories: read into a tensor-parallel model, and written back from one.
+
+`load_hf` fills this rank's part of a GPTModel; `export_hf` yields whole tensors in Hugging Face's layout, gathered over
+tensor-parallel ranks; `save_hf` writes a complete directory from every pipeline stage at once, aside, then renames it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from m2po_megatron.policy.architecture import Architecture
+from m2po_megatron.weights.hf_mapping import Row, hf_names, table
+
+_CARRIED = ("*.json", "*.jinja", "*.model", "*.txt")
+"""Files of the template directory that go along with new weights: config, tokenizer, chat template."""
+
+
+class HFReader:
+    """The tensors of a safetensors directory (one file or an index), opened lazily."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        index = self.path / "model.safetensors.index.json"
+        single = self.path / "model.safetensors"
+        if index.is_file():
+            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif single.is_file():
+            with safe_open(single, "pt") as file:
+                weight_map = dict.fromkeys(file.keys(), single.name)
+        else:
+            raise ValueError(f"{self.path}: neither model.safetensors nor model.safetensors.index.json is there")
+        self.weight_map = weight_map
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, in the file's dtype. Raises ValueError with the name and the file."""
+        try:
+            with safe_open(self.path / self.weight_map[name], "pt") as file:
+                return file.get_tensor(name)
+        except KeyError:
+            raise ValueError(f"{self.path}: tensor {name} is missing") from None
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{self.path / self.weight_map[name]}: cannot read {name}: {error}") from error
+
+
+def check_names(reader: HFReader, arch: Architecture) -> None:
+    """Raise ValueError unless the directory holds exactly the tensors the table speaks of: never a partial model."""
+    expected, present = hf_names(arch), set(reader.weight_map)
+    extra = {name for name in present - expected if not name.endswith("rotary_emb.inv_freq")}
+    if arch.tied_embeddings:
+        extra.discard("lm_head.weight")  # some writers store the tied copy too
+    missing = expected - present
+    if missing or extra:
+        what = [f"missing {sorted(missing)[:3]}" if missing else "", f"not understood {sorted(extra)[:3]}" if extra else ""]
+        raise ValueError(f"{reader.path}: does not fit {arch.name}: {'; '.join(w for w in what if w)}")
+
+
+def local_tensors(gpt: GPTModel, arch: Architecture) -> Iterator[tuple[Row, int, Tensor]]:
+    """(row, global layer number, this rank's parameter) for every row that lives on this pipeline stage."""
+    parameters = dict(gpt.named_parameters())
+    offset = gpt.decoder.layers[0].layer_number - 1 if len(gpt.decoder.layers) else 0
+    tied_copy = arch.tied_embeddings and not gpt.pre_process
+    for row in table(arch):
+        layers = range(len(gpt.decoder.layers)) if row.per_layer else range(1)
+        for local in layers:
+            for name in (row.megatron, row.te):
+                parameter = parameters.get(name.format(layer=local)) if name else None
+                if parameter is not None:
+                    yield row, local + offset, parameter
+        if tied_copy and row.megatron == "embedding.word_embeddings.weight" and "output_layer.weight" in parameters:
+            yield row, 0, parameters["output_layer.weight"]
+
+
+@torch.no_grad()
+def load_hf(gpt: GPTModel, arch: Architecture, path: str | Path) -> None:
+    """Copy a Hugging Face directory into this rank's parameters.
+
+    Raises ValueError naming the tensor and the file for anything missing, unknown or of another shape.
+    """
+    reader = HFReader(path)
+    check_names(reader, arch)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    for row, layer, parameter in local_tensors(gpt, arch):
+        names = [name.format(layer=layer) for name in row.hf]
+        shard = row.transform.shard([reader.get(n) for n in names], rank, size, arch, parameter.size(0))
+        if shard.shape != parameter.shape:
+            raise ValueError(
+                f"{reader.path}: {', '.join(names)} gives a shard of shape {tuple(shard.shape)}, but "
+                f"{row.megatron.format(layer=layer)} is {tuple(parameter.shape)}; config.json and the weights disagree"
+            )
+        parameter.copy_(shard)
+
+
+@torch.no_grad()
+def export_hf(gpt: GPTModel, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, whole tensor) of this pipeline stage in Hugging Face's layout. Collective over tensor-parallel ranks.
+
+    Every rank of the stage must consume it to the end; all of them get the same tensors.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    for row, layer, parameter in local_tensors(gpt, arch):
+        if arch.tied_embeddings and not gpt.pre_process and row.megatron == "embedding.word_embeddings.weight":
+            continue  # the last stage's copy of the tied embedding: the first stage exports it
+        shards = [parameter.detach()]
+        if group.size() > 1:
+            shards = [torch.empty_like(parameter) for _ in range(group.size())]
+            dist.all_gather(shards, parameter.detach().contiguous(), group=group)
+        tensors = row.transform.merge(shards, arch)
+        yield from zip((name.format(layer=layer) for name in row.hf), tensors, strict=True)
+
+
+def save_hf(gpt: GPTModel, arch: Architecture, template: str | Path, path: str | Path) -> None:
+    """Write a complete Hugging Face directory at `path`. Collective over all ranks; every stage writes its own file.
+
+    Written beside its final place and renamed by global rank 0 when all files are there, so that a reader finds the
+    whole directory or none. All ranks that write must share the file system.
+    """
+    path = Path(path)
+    aside = path.with_name(path.name + ".tmp")
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    if dist.get_rank() == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        for pattern in _CARRIED:
+            for file in Path(template).glob(pattern):
+                if not file.name.endswith(".index.json"):
+                    shutil.copy(file, aside / file.name)
+    dist.barrier()
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in export_hf(gpt, arch)}
+    writes = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0
+    if writes:
+        name = "model.safetensors" if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
+        save_file(tensors, str(aside / name), metadata={"format": "pt"})
+    dist.barrier()
+    if dist.get_rank() == 0:
+        if stages > 1:
+            _write_index(aside)
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(aside, path)
+    dist.barrier()
+
+
+def _write_index(directory: Path) -> None:
+    weight_map: dict[str, str] = {}
+    total = 0
+    for file in sorted(directory.glob("model-*.safetensors")):
+        total += file.stat().st_size
+        with safe_open(file, "pt") as tensors:
+            weight_map.update(dict.fromkeys(tensors.keys(), file.name))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))

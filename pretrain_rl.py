@@ -1,0 +1,149 @@
+"""Post-train a policy with reinforcement learning on data that may be many updates old.
+
+    torchrun --nproc-per-node 2 pretrain_rl.py --tensor-model-parallel-size 2 --m2-threshold 0.04 \\
+        --hf-path DIR --prompt-data FILE.jsonl --reward arithmetic --max-staleness 4
+
+Engines sample groups of responses all the time (a controller process, child of rank 0, keeps them busy within the
+staleness bound); this loop leases a batch, takes its updates, publishes the weights, and leases the next.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from m2po_megatron import cpu
+
+cpu.install()  # before anything imports megatron-core; does nothing where there is a GPU
+
+import torch.distributed as dist  # noqa: E402
+
+from m2po_megatron.algo.advantage import group_advantages  # noqa: E402
+from m2po_megatron.arguments import Settings, parse_arguments  # noqa: E402
+from m2po_megatron.checkpoint import RunPosition, save_checkpoint  # noqa: E402
+from m2po_megatron.data.packing import MicroBatch, pack  # noqa: E402
+from m2po_megatron.data.trajectory import Batch, Trajectory  # noqa: E402
+from m2po_megatron.evaluate import evaluate  # noqa: E402
+from m2po_megatron.initialize import World, initialize  # noqa: E402
+from m2po_megatron.metrics import MetricsWriter, rollout_metrics  # noqa: E402
+from m2po_megatron.policy.forward import Policy  # noqa: E402
+from m2po_megatron.rollout_feed import RolloutFeed, StopSignal  # noqa: E402
+from m2po_megatron.startup import announce, open_metrics, publish_policy, start_policy, start_rollouts  # noqa: E402
+from m2po_megatron.trainer import measure_engine_floor, train_update  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        settings = parse_arguments(argv)
+        world = initialize(settings.parallel, settings.run.seed)
+        stop = StopSignal()
+        stop.install()
+        policy, position = start_policy(settings, world)
+        feed = start_rollouts(settings, world, policy, position, stop)
+    except ValueError as error:
+        return report_error(error)
+    announce(settings, world, policy, position)
+    with feed, open_metrics(settings, world, position) as metrics:
+        train(settings, world, policy, position, feed, metrics)
+        if settings.run.save:
+            save_checkpoint(policy, settings.run.save, position)
+    if feed.failure:
+        return report_error(RuntimeError(feed.failure))
+    dist.destroy_process_group()
+    return 0
+
+
+def train(
+    settings: Settings, world: World, policy: Policy, position: RunPosition, feed: RolloutFeed, metrics: MetricsWriter
+) -> None:
+    run, rollout = settings.run, settings.rollout
+    metrics.write_evaluation(position.version, evaluate(feed, run, rollout, position.version))
+    while position.version < run.train_iters and not feed.stopping:
+        waited = time.perf_counter()
+        batch = feed.next_batch(position.version)
+        if batch is None:
+            break
+        wait_seconds = time.perf_counter() - waited
+        for mini_batch, micro_batches in mini_batches(batch, settings, world, policy):
+            version = position.version
+            report = train_update(policy, micro_batches, settings.loss, temperature=rollout.temperature, version=version)
+            position.version += 1
+            started = time.perf_counter()
+            if position.version % rollout.publish_interval == 0 or position.version == run.train_iters:
+                feed.publish(str(publish_policy(settings, policy, position.version, feed.loaded_version)), position.version)
+                if run.engine_floor_interval and position.version % run.engine_floor_interval == 0:
+                    report.metrics["m2/engine_floor"] = engine_floor(settings, world, policy, feed, position.version)
+            seconds = {"time/wait": wait_seconds, "time/publish": time.perf_counter() - started}
+            metrics.write_update(
+                position.version, {**report.metrics, **rollout_metrics(batch, mini_batch), **seconds, **feed.counters()}
+            )
+            wait_seconds = 0.0
+        position.consumed_batches += 1
+        feed.trained(batch.id, position.version)
+        if due(run.eval_interval, position.version, settings) and position.version < run.train_iters:
+            metrics.write_evaluation(position.version, evaluate(feed, run, rollout, position.version))
+        if due(run.save_interval, position.version, settings):
+            save_checkpoint(policy, run.save, position)
+    if position.version >= run.train_iters and not feed.stopping:
+        metrics.write_evaluation(position.version, evaluate(feed, run, rollout, position.version))
+
+
+def mini_batches(
+    batch: Batch, settings: Settings, world: World, policy: Policy
+) -> Iterator[tuple[list[Trajectory], list[MicroBatch]]]:
+    """What each update consumes: its trajectories, and this rank's micro-batches of them, advantages attached."""
+    trajectories = batch.trajectories
+    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
+    groups = torch.repeat_interleave(
+        torch.arange(len(batch.groups)), torch.tensor([len(g.trajectories) for g in batch.groups])
+    )
+    advantages = group_advantages(rewards, groups).numpy()
+    size = settings.batch.global_batch_size
+    for start in range(0, len(trajectories), size):
+        part = trajectories[start : start + size]
+        yield part, pack_for_rank(part, advantages[start : start + size], settings, world, policy)
+
+
+def pack_for_rank(
+    trajectories: list[Trajectory], advantages: np.ndarray, settings: Settings, world: World, policy: Policy
+) -> list[MicroBatch]:
+    return pack(
+        trajectories,
+        advantages,
+        data_parallel_rank=world.data_parallel_rank,
+        data_parallel_size=world.data_parallel_size,
+        micro_batch_size=settings.batch.micro_batch_size,
+        max_tokens=settings.batch.max_tokens_per_micro_batch,
+        alignment=settings.parallel.tensor_model_parallel_size if settings.parallel.sequence_parallel else 1,
+        device=policy.device,
+    )
+
+
+def engine_floor(settings: Settings, world: World, policy: Policy, feed: RolloutFeed, version: int) -> float | None:
+    """M2 of freshly sampled tokens under the very weights that sampled them: the engine's error alone."""
+    probe = feed.probe(version, settings.run.engine_floor_samples)
+    if not probe:
+        return None
+    micro_batches = pack_for_rank(probe, np.zeros(len(probe)), settings, world, policy)
+    return measure_engine_floor(policy, micro_batches, temperature=settings.rollout.temperature)
+
+
+def due(interval: int, version: int, settings: Settings) -> bool:
+    """Whether an interval counted in updates ended within the batch that ends at `version`."""
+    return interval > 0 and version // interval > (version - settings.rollout.updates_per_batch) // interval
+
+
+def report_error(error: Exception) -> int:
+    """One clear line from one rank; the exit code tells the launcher."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"pretrain_rl.py: error: {error}", file=sys.stderr, flush=True)
+    return 2 if isinstance(error, ValueError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

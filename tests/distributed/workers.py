@@ -1,0 +1,117 @@
+"""What a rank runs in the update tests: production code only, results to files that the test compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from m2po_megatron import cpu
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to spread the same update."""
+
+    name: str
+    tensor: int = 1
+    pipeline: int = 1
+    sequence_parallel: bool = False
+    micro_batch_size: int | None = None
+    max_tokens: int | None = None
+    policy_loss: str = "m2po"
+    temperature: float = 1.0
+
+
+def run_updates(rank: int, layouts: list[Layout], model_path: str, reference_path: str, out_dir: str) -> None:
+    """For every layout: build the policy, take the reference's update, save gradients and mask bits by token."""
+    cpu.install()
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    for layout in layouts:
+        result = one_update(layout, model_path, torch.load(reference_path, weights_only=False))
+        torch.save(result, Path(out_dir) / f"{layout.name}.{rank}.pt")
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+
+
+def build(layout: Layout, model_path: str):
+    from m2po_megatron.initialize import initialize
+    from m2po_megatron.policy.forward import build_policy
+    from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings
+    from m2po_megatron.weights.hf_io import load_hf
+
+    parallel = ParallelSettings(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        sequence_parallel=layout.sequence_parallel,
+    )
+    world = initialize(parallel, seed=0)
+    policy = build_policy(
+        ModelSettings(hf_path=model_path),
+        parallel,
+        OptimizerSettings(lr=1e-9, clip_grad=0.0),
+        train_iters=10,
+        device=world.device,
+        load_weights=lambda gpt, arch: load_hf(gpt, arch, model_path),
+    )
+    return world, policy
+
+
+def rows_of(layout: Layout, world, trajectories, advantages):
+    from m2po_megatron.data.packing import pack
+
+    return pack(
+        trajectories,
+        advantages,
+        data_parallel_rank=world.data_parallel_rank,
+        data_parallel_size=world.data_parallel_size,
+        micro_batch_size=layout.micro_batch_size,
+        max_tokens=layout.max_tokens,
+        alignment=layout.tensor if layout.sequence_parallel else 1,
+    )
+
+
+def one_update(layout: Layout, model_path: str, reference) -> dict:
+    from m2po_megatron.algo.losses import LossSettings
+    from m2po_megatron.policy.forward import compute_logprobs
+    from m2po_megatron.trainer import train_update
+
+    world, policy = build(layout, model_path)
+    rows = rows_of(layout, world, reference.trajectories, reference.advantages)
+    logprobs = compute_logprobs(policy, rows, temperature=layout.temperature)
+    settings = LossSettings(policy_loss=layout.policy_loss, m2_threshold=reference.threshold)
+    report = train_update(policy, rows, settings, temperature=layout.temperature, version=0)
+    bits, scored = {}, {}
+    if policy.is_last_stage:
+        flat_mask = report.mask.mask
+        flat_ids = torch.cat([r.mask_ids for r in rows])
+        flat_loss = torch.cat([r.loss_mask for r in rows])
+        flat_logprobs = torch.cat(logprobs)
+        for i in torch.nonzero(flat_loss).flatten().tolist():
+            key = (int(flat_ids[i]) >> 32, int(flat_ids[i]) & 0xFFFFFFFF)
+            bits[key], scored[key] = bool(flat_mask[i]), float(flat_logprobs[i])
+    return {
+        "gradients": gradients_by_hf_name(policy),
+        "mask": bits,
+        "logprobs": scored,
+        "metrics": report.metrics,
+        "micro_batches": len(rows),
+    }
+
+
+def gradients_by_hf_name(policy) -> dict[str, torch.Tensor]:
+    """The gradient buffers, through the same mapping that exports weights."""
+    from m2po_megatron.weights.hf_io import export_hf
+
+    parameters = list(policy.gpt.parameters())
+    weights = [p.data for p in parameters]
+    for p in parameters:
+        p.data = p.main_grad
+    try:
+        return {name: tensor.clone() for name, tensor in export_hf(policy.gpt, policy.architecture)}
+    finally:
+        for p, data in zip(parameters, weights, strict=True):
+            p.data = data

@@ -1,0 +1,435 @@
+"""The controller's parts together on one event loop: real store, real admission, engines without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2po_megatron.data.trajectory import Batch
+from m2po_megatron.rollout.controller import Controller, Parts
+from m2po_megatron.rollout.errors import RolloutError, StoreError
+from m2po_megatron.rollout.evaluation import EvaluationRequest
+from m2po_megatron.rollout.settings import RolloutJob, RolloutSettings
+from m2po_megatron.rollout.store import RolloutStore
+from tests.rollout.fake_engine import FakeClient
+
+WAIT_S = 10.0
+
+
+class Lab:
+    """Settings, a job and fake engines; `running()` is a started controller."""
+
+    def __init__(self, tmp_path: Path, model: Path) -> None:
+        prompts = tmp_path / "prompts.jsonl"
+        rows = [{"prompt": f"{i}+1=", "answer": str(i + 1), "id": f"p{i}"} for i in range(10)]
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.prompts = prompts
+        self.weights = tmp_path / "weights"
+        self.weights.mkdir()
+        # Fake engines come in by URL, as SGLang servers would.
+        self.settings = RolloutSettings(
+            prompt_data=str(prompts),
+            rollout_engine="sglang",
+            sglang_urls=["http://fake-0", "http://fake-1"],
+            group_size=2,
+            rollout_batch_size=8,
+            global_batch_size=4,
+            max_staleness=2,
+            max_response_length=4,
+            engine_control_timeout_s=5.0,
+        )
+        run_dir = tmp_path / "run"
+        (run_dir / "logs").mkdir(parents=True)
+        self.job = RolloutJob(run_dir=str(run_dir), model_path=str(model))
+        self.clients: dict[str, FakeClient] = {}
+
+    def client(self, url: str) -> Any:
+        return self.clients.setdefault(url, FakeClient(url))
+
+    @asynccontextmanager
+    async def running(self, ready: bool = True) -> AsyncIterator[Controller]:
+        self.controller = Controller(self.settings, self.job, self.client)
+        await self.controller.start()
+        if ready:
+            assert await self.controller.wait_ready(WAIT_S)
+        try:
+            yield self.controller
+        finally:
+            await self.controller.close()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        assert await self.controller._changes.wait_until(condition, WAIT_S), self.controller.status()
+
+
+@pytest.fixture
+def lab(tmp_path: Path, tiny_model: Callable[..., Path]) -> Lab:
+    return Lab(tmp_path, tiny_model())
+
+
+def run(test: Any) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(test, 30)
+
+    asyncio.run(bounded())
+
+
+async def lease(parts: Parts, version: int) -> Batch:
+    batch = await parts.producer.lease(version, WAIT_S)
+    assert batch is not None
+    return batch
+
+
+async def train(lab: Lab, parts: Parts, batch: Batch, publish: bool = True) -> int:
+    """What a trainer does with a batch; the new version."""
+    version = (batch.id + 1) * lab.settings.updates_per_batch
+    await parts.producer.trained(batch.id, version)
+    if publish:
+        parts.publisher.publish(str(lab.weights), version)
+    return version
+
+
+def test_batches_come_in_order_complete_scored_and_within_the_bound(lab: Lab) -> None:
+    async def test() -> None:
+        async with lab.running() as controller:
+            parts = controller.parts()
+            version, prompts = 0, []
+            for expected in range(5):
+                batch = await lease(parts, version)
+                assert batch.id == expected
+                assert [g.id for g in batch.groups] == [f"g{4 * expected + i}" for i in range(4)]
+                assert all(len(g.trajectories) == 2 for g in batch.groups)
+                assert all(t.reward == 0.0 for t in batch.trajectories)
+                assert all(version - g.oldest_version <= 2 for g in batch.groups)
+                prompts += [g.prompt.id for g in batch.groups]
+                version = await train(lab, parts, batch)
+            assert sorted(prompts[:10]) == sorted(f"p{i}" for i in range(10))  # an epoch
+            assert sorted(prompts[10:]) == sorted(f"p{i}" for i in range(10))
+            status = controller.status()
+            assert status["groups"]["trained"] == 20
+            assert status["dropped"] == {}
+            assert status["generated_tokens"] >= 20 * 2 * 3
+
+    run(test())
+
+
+def test_generation_runs_ahead_as_far_as_the_rules_allow(lab: Lab) -> None:
+    async def test() -> None:
+        async with lab.running() as controller:
+            parts = controller.parts()
+            await lab.until(lambda: controller.status()["groups"]["ready"] == 8)  # this batch and one ahead
+            assert parts.producer.refusal() == "staleness"  # batch 2 starts at 4, the engines have 0
+            batch = await lease(parts, 0)
+            await train(lab, parts, batch, publish=False)
+            assert parts.producer.refusal() == "staleness"
+            parts.publisher.publish(str(lab.weights), 2)
+            await lab.until(lambda: controller.status()["groups"]["ready"] == 8)
+            assert controller.status()["next_position"] == 12
+
+    run(test())
+
+
+def test_depth_holds_generation_back_where_staleness_would_not(lab: Lab) -> None:
+    lab.settings = replace(lab.settings, max_staleness=100, pipeline_depth=0)
+
+    async def test() -> None:
+        async with lab.running() as controller:
+            await lab.until(lambda: controller.status()["groups"]["ready"] == 4)
+            assert controller.parts().producer.refusal() == "depth"
+
+    run(test())
+
+
+def test_concurrency_bounds_the_load(lab: Lab) -> None:
+    lab.settings = replace(lab.settings, max_concurrent_rollouts=5)
+    for url in lab.settings.sglang_urls:
+        lab.client(url).gate.clear()
+
+    async def test() -> None:
+        async with lab.running() as controller:
+            await lab.until(lambda: controller.parts().producer.refusal() == "concurrency")
+            assert controller.status()["running_trajectories"] == 4
+            assert controller.status()["oldest_running"]["group"] == 0
+
+    run(test())
+
+
+def test_synchronous_training_uses_only_the_newest_weights(lab: Lab) -> None:
+    lab.settings = replace(lab.settings, max_staleness=0)
+
+    async def test() -> None:
+        async with lab.running() as controller:
+            parts = controller.parts()
+            version = 0
+            for _ in range(4):
+                batch = await lease(parts, version)
+                assert {t.oldest_version for t in batch.trajectories} == {version}
+                assert controller.status()["groups"]["ready"] == 0  # nothing runs ahead
+                version = await train(lab, parts, batch)
+
+    run(test())
+
+
+def test_a_lease_is_the_same_until_trained_and_none_before_ready(lab: Lab) -> None:
+    for url in lab.settings.sglang_urls:
+        lab.client(url).gate.clear()
+
+    async def test() -> None:
+        async with lab.running() as controller:
+            parts = controller.parts()
+            assert await parts.producer.lease(0, 0.05) is None
+            with pytest.raises(RolloutError, match="batch 0 was never leased"):
+                await parts.producer.trained(0, 2)
+            for client in lab.clients.values():
+                client.gate.set()
+            first, again = await lease(parts, 0), await lease(parts, 0)
+            assert [t.id for t in first.trajectories] == [t.id for t in again.trajectories]
+            await parts.producer.trained(0, 2)
+            await parts.producer.trained(0, 2)  # an answer that was lost may be asked for again
+            for wrong in ((0, 3), (2, 4), (1, 2)):
+                with pytest.raises(RolloutError, match="expected batch 1 at version 4"):
+                    await parts.producer.trained(*wrong)
+            with pytest.raises(RolloutError, match="trainer is at version 0, but batch 1 starts at 2"):
+                await parts.producer.lease(0, 1)
+
+    run(test())
+
+
+def test_a_group_over_the_bound_is_dropped_at_lease_and_sampled_again(lab: Lab) -> None:
+    async def test() -> None:
+        async with lab.running() as controller:
+            parts = controller.parts()
+            await lab.until(lambda: controller.status()["groups"]["ready"] == 8)
+            # An engine that lied about its version: what came out is older than the admission assumed.
+            ready = parts.producer._ready
+            ready[1] = replace(ready[1], oldest_version=-1 - lab.settings.max_staleness)
+            batch = await lease(parts, 0)
+            assert [g.id for g in batch.groups] == ["g0", "g1r1", "g2", "g3"]
+            assert controller.status()["dropped"] == {"stale": 1}
+
+    run(test())
+
+
+def test_unusable_samples_are_sampled_again_a_bounded_number_of_times(lab: Lab) -> None:
+    lab.settings = replace(lab.settings, sglang_urls=["http://fake-0"], group_retries=2)
+    client = lab.client("http://fake-0")
+    client.bad_samples = ["no log-probs", "missing sample"]
+
+    async def fine() -> None:
+        async with lab.running() as controller:
+            batch = await lease(controller.parts(), 0)
+            assert len(batch.trajectories) == 8
+            assert len(client.rids) == len(set(client.rids))  # every try under an id of its own
+
+    run(fine())
+
+
+def test_a_group_that_is_never_usable_stops_the_run_and_names_the_sample(lab: Lab) -> None:
+    lab.settings = replace(lab.settings, sglang_urls=["http://fake-0"], group_retries=1)
+    lab.client("http://fake-0").bad_samples = ["no log-probs"] * 100
+
+    async def test() -> None:
+        async with lab.running() as controller:
+            with pytest.raises(RolloutError, match=r"g\d\.0: 3 tokens came with 0 log-probs.*2 times without a usable"):
+                await controller.parts().producer.lease(0, WAIT_S)
+
+    run(test())
+
+
+def test_a_prompt_too_long_stops_the_run_and_is_named(lab: Lab) -> None:
+    lab.settings = replace(lab.settings, max_prompt_length=3)
+    lab.prompts.write_text('{"prompt": "1+1=", "answer": "2", "id": "long"}\n')
+
+    async def test() -> None:
+        async with lab.running() as controller:
+            with pytest.raises(RolloutError, match="prompt 'long' has 4 tokens, more than 3"):
+                await controller.parts().producer.lease(0, WAIT_S)
+
+    run(test())
+
+
+def test_one_dead_engine_of_two_costs_nothing(lab: Lab) -> None:
+    async def test() -> None:
+        for url in lab.settings.sglang_urls:
+            lab.client(url).gate.clear()
+        async with lab.running() as controller:
+            parts = controller.parts()
+            await lab.until(lambda: controller.status()["running_trajectories"] == 8)
+            parts.pool.fence(parts.pool.engines[0], "a test")
+            lab.clients["http://fake-1"].gate.set()
+            batch = await lease(parts, 0)
+            assert len({t.id for t in batch.trajectories}) == 8
+            assert parts.pool.engines[0].generated_tokens == 0
+
+    run(test())
+
+
+def test_no_engine_left_reaches_the_lease(lab: Lab) -> None:
+    async def test() -> None:
+        for url in lab.settings.sglang_urls:
+            lab.client(url).gate.clear()
+        async with lab.running() as controller:
+            parts = controller.parts()
+            for engine in parts.pool.engines:
+                parts.pool.fence(engine, "a test")
+            with pytest.raises(RolloutError, match=r"(?s)no rollout engine is left.*fake-0.*fake-1"):
+                await parts.producer.lease(0, WAIT_S)
+
+    run(test())
+
+
+def test_resume_loses_nothing_and_trains_nothing_twice(lab: Lab) -> None:
+    async def first() -> list[str]:
+        async with lab.running() as controller:
+            parts = controller.parts()
+            version = 0
+            for _ in range(3):
+                batch = await lease(parts, version)
+                version = await train(lab, parts, batch)
+            await lab.until(lambda: controller.status()["groups"]["ready"] == 8)
+            batch = await lease(parts, version)
+            return [g.prompt.id for g in batch.groups]
+
+    leased_prompts = asyncio.run(first())
+    # The checkpoint is of batch 2: what was trained or leased since comes again, the same prompts, in order.
+    lab.job = replace(lab.job, incarnation=1, start_version=4, consumed_batches=2, resume=True)
+    lab.clients.clear()
+
+    async def second() -> None:
+        async with lab.running() as controller:
+            parts = controller.parts()
+            assert controller.status()["incarnation"] == 1
+            assert {c.label for c in lab.clients.values()} == {"1.4"}
+            version, seen = 4, []
+            for expected in range(2, 5):
+                batch = await lease(parts, version)
+                assert batch.id == expected
+                assert all(version - g.oldest_version <= 2 for g in batch.groups)
+                seen += [g.prompt.id for g in batch.groups]
+                version = await train(lab, parts, batch)
+            assert seen[4:8] == leased_prompts
+            assert len(set(seen[2:12])) == 10  # positions 10..19: the second epoch, no prompt lost or doubled
+            assert controller.status()["groups"]["trained"] == 20
+
+    asyncio.run(second())
+
+
+def test_a_lost_store_continues_the_prompt_order_from_the_position(lab: Lab) -> None:
+    async def prompts(version: int) -> list[str]:
+        async with lab.running() as controller:
+            parts, seen = controller.parts(), []
+            for _ in range(2):
+                batch = await lease(parts, version)
+                seen += [g.prompt.id for g in batch.groups]
+                version = await train(lab, parts, batch)
+            return seen
+
+    whole = asyncio.run(prompts(0))
+    lab.job.store_path.unlink()
+    lab.job = replace(lab.job, start_version=2, consumed_batches=1, resume=True)
+    assert asyncio.run(prompts(2))[:4] == whole[4:8]
+
+
+def test_a_fresh_run_refuses_a_used_run_directory(lab: Lab) -> None:
+    async def test() -> None:
+        async with lab.running() as controller:
+            await lease(controller.parts(), 0)
+
+    run(test())
+    with pytest.raises(StoreError, match="already holds rollouts"):
+        Controller(lab.settings, lab.job, lab.client)
+
+
+def test_an_evaluation_is_of_one_version_and_holds_publications_back(lab: Lab) -> None:
+    heldout = lab.prompts.with_name("heldout.jsonl")
+    heldout.write_text('{"prompt": "1+1=", "answer": "23"}\n{"prompt": "5+4=", "answer": "9"}\n')
+
+    async def test() -> None:
+        async with lab.running() as controller:
+            parts = controller.parts()
+            text = parts.producer._workflow._model.tokenizer.decode([5, 6], skip_special_tokens=True)
+            heldout.write_text(
+                json.dumps({"prompt": "1+1=", "answer": text})
+                + "\n"
+                + json.dumps({"prompt": "5+4=", "answer": "x"})
+                + "\n"
+            )
+            version = await train(lab, parts, await lease(parts, 0))
+            for client in lab.clients.values():
+                client.gate.clear()
+            job = parts.sideline.start_evaluation(EvaluationRequest("heldout", str(heldout), 3, 0.0, 8, version))
+            assert await parts.sideline.evaluation_result(job, 0.05) is None
+            parts.publisher.publish(str(lab.weights), version + 1)
+            assert parts.pool.loaded_version() == version
+            for client in lab.clients.values():
+                client.gate.set()
+            result = await parts.sideline.evaluation_result(job, WAIT_S)
+            assert result is not None
+            assert (result["accuracy"], result["samples"], result["version"]) == (0.5, 6, version)
+            await lab.until(lambda: parts.pool.loaded_version() == version + 1)
+            with pytest.raises(RolloutError, match="no evaluation 'absent'"):
+                await parts.sideline.evaluation_result("absent", 0)
+
+    run(test())
+
+
+def test_a_probe_is_of_the_live_version_and_takes_no_prompt(lab: Lab) -> None:
+    async def test() -> None:
+        async with lab.running() as controller:
+            parts = controller.parts()
+            version = await train(lab, parts, await lease(parts, 0))
+            await lab.until(lambda: controller.status()["groups"]["ready"] == 8)
+            cursor = controller.status()["prompt_cursor"]
+            trajectories = await parts.sideline.probe(5, WAIT_S, version)
+            assert trajectories is not None and len(trajectories) == 5
+            assert {int(v) for t in trajectories for v in t.versions[t.loss_mask]} == {version}
+            assert controller.status()["prompt_cursor"] == cursor
+            for client in lab.clients.values():
+                client.gate.clear()
+            assert await parts.sideline.probe(2, 0.05, None) is None
+            for client in lab.clients.values():
+                client.gate.set()
+            again = await parts.sideline.probe(2, WAIT_S, None)
+            assert again is not None and len(again) == 2
+
+    run(test())
+
+
+def test_an_engine_that_cannot_be_reached_stops_the_start(lab: Lab) -> None:
+    lab.client("http://fake-1").failing = {"model_info"}
+
+    async def test() -> None:
+        async with lab.running(ready=False) as controller:
+            with pytest.raises(RolloutError, match="SGLang server http://fake-1 cannot be reached.*--sglang-urls"):
+                await controller.wait_ready(WAIT_S)
+
+    run(test())
+
+
+def test_a_lease_of_2048_trajectories_is_quick(lab: Lab) -> None:
+    """Not a benchmark: a guard against a cost per trajectory that would show (8 s here would be a defect)."""
+    lab.settings = replace(lab.settings, group_size=8, rollout_batch_size=2048, global_batch_size=2048, max_staleness=1)
+
+    async def test() -> None:
+        async with lab.running() as controller:
+            batch = await asyncio.wait_for(lease(controller.parts(), 0), 8)
+            assert len(batch.trajectories) == 2048
+
+    run(test())
+
+
+def test_the_store_is_readable_after_the_run(lab: Lab) -> None:
+    async def test() -> None:
+        async with lab.running() as controller:
+            await lease(controller.parts(), 0)
+
+    run(test())
+    store = RolloutStore(lab.job.store_path, create=False)
+    assert store.counts()["leased"] == 4
+    store.close()
