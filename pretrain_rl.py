@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -68,7 +67,7 @@ def train(
         batch = feed.next_batch(position.version)
         if batch is None:
             break
-        wait_seconds = time.perf_counter() - waited
+        wait_seconds, batch_version = time.perf_counter() - waited, position.version
         for mini_batch, micro_batches in mini_batches(batch, settings, world, policy):
             version = position.version
             report = train_update(policy, micro_batches, settings.loss, temperature=rollout.temperature, version=version)
@@ -80,7 +79,7 @@ def train(
                     report.metrics["m2/engine_floor"] = engine_floor(settings, world, policy, feed, position.version)
             seconds = {"time/wait": wait_seconds, "time/publish": time.perf_counter() - started}
             metrics.write_update(
-                position.version, {**report.metrics, **rollout_metrics(batch, mini_batch), **seconds, **feed.counters()}
+                position.version, {**report.metrics, **rollout_metrics(mini_batch, batch_version), **seconds, **feed.counters()}
             )
             wait_seconds = 0.0
         position.consumed_batches += 1

@@ -144,6 +144,7 @@ def train_update(
     sums = _sum_over_ranks(policy, reports, consumer.log_ratios, micro_batches, version)
     metrics = _metrics(mask, needs_mask, sums, denominator, policy)
     metrics.update(grad_norm=float(grad_norm), lr=float(lr), update_skipped=float(not stepped))
+    metrics["m2/threshold"] = settings.m2_threshold if needs_mask else None
     seconds = time.perf_counter() - start
     mask_seconds += consumer.mask_seconds
     metrics.update(

@@ -1,6 +1,7 @@
 """Makes the bundled model from scratch: a 332,416-parameter Llama that has half learned to add.
 
     OMP_NUM_THREADS=1 python examples/arithmetic/make_model.py [--output examples/arithmetic/model]
+    OMP_NUM_THREADS=1 python examples/arithmetic/make_model.py --evaluate examples/arithmetic/model
 
 Supervised training on the sums of train.jsonl, stopped as soon as a sampled answer (temperature 1) to a held-out sum is
 right about four times in ten: RL then has something to reward and something left to win. The held-out sums are used for
@@ -100,6 +101,31 @@ def expected_accuracy(network: LlamaForCausalLM, ids: torch.Tensor, labels: torc
     return float(chosen.masked_fill(wanted == IGNORED, 0.0).sum(-1).exp().mean())
 
 
+@torch.no_grad()
+def sampled_accuracy(
+    network: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row], samples: int
+) -> float:
+    """The share of right answers among `samples` per sum, sampled by transformers at temperature 1."""
+    prompts = tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt")
+    prompts.pop("token_type_ids", None)
+    answers = network.generate(**prompts, num_return_sequences=samples)[:, prompts["input_ids"].shape[1] :]
+    said = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    right = [text == rows[index // samples]["answer"] for index, text in enumerate(said)]
+    return sum(right) / len(right)
+
+
+def report(directory: Path, samples: int = 4) -> str:
+    """Both accuracies of a saved model on the held-out sums, in words."""
+    network = LlamaForCausalLM.from_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    _, rows = arithmetic_rows()
+    expected = expected_accuracy(network, *tensors(rows, tokenizer))
+    sampled = sampled_accuracy(network, tokenizer, rows, samples)
+    return (
+        f"held-out accuracy at temperature 1: expected {expected:.4f}, sampled {sampled:.4f} ({len(rows)} x {samples})"
+    )
+
+
 def train(network: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: argparse.Namespace) -> float:
     """Trains until the held-out sums are answered well enough; returns their expected accuracy.
 
@@ -117,14 +143,18 @@ def train(network: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, setting
         chosen = torch.tensor(order.sample(range(len(train_rows)), settings.batch_size))
         # Padding lies to the right of every real token, so the causal mask alone keeps it out of sight.
         logits = network(input_ids=ids[chosen]).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[chosen, 1:].flatten(), ignore_index=IGNORED)
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[chosen, 1:].flatten(), ignore_index=IGNORED
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         if step % EVALUATE_EVERY == 0:
             accuracy = expected_accuracy(network, heldout_ids, heldout_labels)
-            print(f"step {step:4d}  loss {loss.item():.3f}  held-out accuracy at temperature 1 {accuracy:.3f}", flush=True)
+            print(
+                f"step {step:4d}  loss {loss.item():.3f}  held-out accuracy at temperature 1 {accuracy:.3f}", flush=True
+            )
             if accuracy >= settings.accuracy:
                 return accuracy
     raise RuntimeError(f"held-out accuracy is {accuracy:.3f} after {settings.max_steps} steps; raise --max-steps")
@@ -151,9 +181,13 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=128, help="sums a step")
     parser.add_argument("--max-steps", type=int, default=1500, help="give up after so many steps")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the sums")
+    parser.add_argument("--evaluate", type=Path, metavar="DIR", help="judge a saved model instead of making one")
     settings = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
+    if settings.evaluate is not None:
+        print(f"{settings.evaluate}: {report(settings.evaluate)}")
+        return
     started = time.monotonic()
     network, tokenizer = make_network(), make_tokenizer()
     accuracy = train(network, tokenizer, settings)

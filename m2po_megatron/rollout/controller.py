@@ -88,10 +88,16 @@ class Controller:
         groups_consumed = job.consumed_batches * settings.groups_per_batch
         incarnation = self._store.begin_incarnation(job.incarnation, job.start_version, groups_consumed)
         self._job = job = replace(job, incarnation=incarnation)
-        model = await asyncio.to_thread(read_model_facts, job.model_path)
         await self._reward.start()
-        engines = await start_engines(settings, job, self._client_factory)
+        # Meanwhile: reading the tokenizer imports for seconds, and so do the engines, in their own processes.
+        reading = asyncio.ensure_future(asyncio.to_thread(read_model_facts, job.model_path))
+        try:
+            engines = await start_engines(settings, job, self._client_factory)
+        except BaseException:
+            await asyncio.gather(reading, return_exceptions=True)
+            raise
         pool = self._pool = EnginePool(engines, job.incarnation, changes, settings.engine_control_timeout_s)
+        model = await reading
         publisher = Publisher(pool, job.start_version, changes)
         workflow = SingleTurn(
             model,

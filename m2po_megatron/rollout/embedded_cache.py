@@ -23,7 +23,7 @@ class Placement:
     """Where the next forward pass writes its K/V; one object shared by all layers.
 
     Prefill (`rows` given): int64 [N] rows to fill and int64 [N] `sources`, the index in the prefill batch that each row
-    copies; the pass attends to its own K/V only. Decode (`rows` None): int64 [B] `positions`, where row i writes its one
+    copies; the pass attends to its own K/V only. Decode (`rows` None): int64 [B] `positions`, where row i writes its
     new token; the pass attends to the first `longest` positions of rows 0..B-1.
     """
 
@@ -40,7 +40,9 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, placement: Placement, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, placement: Placement, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self._placement = placement
         # Zeros, never uninitialised memory: a masked position has weight 0, and 0 x NaN would be NaN.
@@ -133,8 +135,14 @@ class SlotCache(Cache):
         for layer in self._slots:
             layer.move(source, target, longest)
 
+    def erase(self, rows: torch.Tensor) -> None:
+        """Zeroes `rows` (int64 [M]): a NaN left there would reach the row's next owner through its masked positions."""
+        for layer in self._slots:
+            layer.keys[rows] = 0
+            layer.values[rows] = 0
+
     def clear(self) -> None:
-        """Zeroes everything: a NaN that broken weights left behind must not outlive them."""
+        """Zeroes everything."""
         for layer in self._slots:
             layer.keys.zero_()
             layer.values.zero_()

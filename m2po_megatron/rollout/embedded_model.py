@@ -2,7 +2,7 @@
 
 Log-probs come from the same function that the trainer uses (kernels.logprob), at the sampling temperature.
 
-Letters: B = running sequences, P = prompts of a prefill, L = longest of them, E = hidden size, V = vocabulary, N = rows.
+Letters: B = running sequences, P = prompts of a prefill, L = longest of them, E = hidden size, V = vocabulary, N = rows
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from m2po_megatron.kernels.logprob import vocab_parallel_logprob
 from m2po_megatron.rollout.embedded_cache import SlotCache
@@ -38,28 +39,32 @@ def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     if not (directory / "config.json").is_file():
         raise ModelError(f"--model-path {directory} has no config.json; it must be a Hugging Face model directory")
     try:
+        # Before the weights are read: for an unknown model these would be reported one by one.
+        _check_supported(AutoConfig.from_pretrained(directory, local_files_only=True), directory)
         model, info = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, output_loading_info=True, local_files_only=True, attn_implementation="sdpa"
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except ModelError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"--model-path {directory} cannot be loaded: {error}") from error
     for what in ("missing_keys", "mismatched_keys"):
         if info.get(what):
             raise ModelError(f"--model-path {directory}: {what.replace('_', ' ')}: {sorted(map(str, info[what]))[:5]}")
-    _check_supported(model.config, directory)
     model.requires_grad_(False)
     return model.eval()
 
 
 def _check_supported(config: Any, directory: Path) -> None:
     if config.model_type not in SUPPORTED_MODELS:
-        supported = ", ".join(SUPPORTED_MODELS)
-        raise ModelError(f"{directory}: the embedded engine does not support model type {config.model_type!r} (only {supported})")
+        kind, supported = config.model_type, ", ".join(SUPPORTED_MODELS)
+        raise ModelError(f"{directory}: the embedded engine does not support model type {kind!r} (only {supported})")
     if "sliding_attention" in (getattr(config, "layer_types", None) or []):
         raise ModelError(f"{directory}: the embedded engine does not support sliding-window attention; use SGLang")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-        raise ModelError(f"{directory}: the embedded engine does not support rope type {rope['rope_type']!r}; use SGLang")
+        kind = rope["rope_type"]
+        raise ModelError(f"{directory}: the embedded engine does not support rope type {kind!r}; use SGLang")
 
 
 class EngineModel:
@@ -76,7 +81,7 @@ class EngineModel:
         self._generator = torch.Generator(device=self.device).manual_seed(seed)
 
     def prefill(self, prompts: list[list[int]], rows: list[int], sources: list[int]) -> torch.Tensor:
-        """Runs P token lists, right-padded together; cache row rows[i] gets prompt sources[i]. Returns hidden [P, L, E]."""
+        """Runs P token lists, right-padded together; cache row rows[i] gets list sources[i]. Gives hidden [P, L, E]."""
         lengths = [len(ids) for ids in prompts]
         longest = max(lengths)
         padded = [ids + [PAD_ID] * (longest - length) for ids, length in zip(prompts, lengths, strict=True)]
@@ -85,7 +90,7 @@ class EngineModel:
         return self._hidden(self._ids(padded), torch.arange(longest, device=self.device).unsqueeze(0), None)
 
     def decode(self, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
-        """One step of rows 0..B-1: int64 [B] tokens at int64 [B] positions, the largest `longest` - 1. Logits [B, V]."""
+        """One step of rows 0..B-1: int64 [B] tokens at int64 [B] positions, the largest longest - 1. Logits [B, V]."""
         self.cache.place_decode(positions, longest)
         seen = torch.arange(longest, device=self.device) <= positions.unsqueeze(1)
         hidden = self._hidden(tokens.unsqueeze(1), positions.unsqueeze(1), seen[:, None, None, :])

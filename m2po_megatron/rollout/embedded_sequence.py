@@ -15,11 +15,11 @@ class RequestError(Exception):
         self.message = message
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Prompt:
     """A prompt shared by the samples drawn from it; prefilled once where they start together.
 
-    `logprob_start`: first token whose own log-prob is wanted (None: none). `input_logprobs`: filled by the first prefill;
+    `logprob_start`: first token whose own log-prob is wanted (None: none). `input_logprobs`: from the first prefill;
     entry i belongs to token logprob_start + i, entry 0 is None as in SGLang, at temperature 1.
     """
 
@@ -28,9 +28,12 @@ class Prompt:
     input_logprobs: list[float | None] | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample in the making. `spans`: (weight version, index of its first output token), oldest first."""
+    """One sample in the making. `spans`: (weight version, index of its first output token), oldest first.
+
+    `output_ids` and `logprobs` (at the sampling temperature) grow together, one entry per sampled token.
+    """
 
     job: Job
     id: str
@@ -51,9 +54,9 @@ class Sequence:
         return len(self.prompt.ids) + len(self.output_ids)
 
     @property
-    def final_length(self) -> int:
-        """The most tokens it can come to have."""
-        return len(self.prompt.ids) + self.max_new_tokens
+    def fresh(self) -> bool:
+        """Nothing sampled yet: it starts where every other sample of its prompt starts."""
+        return not self.output_ids
 
     def enter(self, version: str) -> None:
         """It starts, or goes on, under the weights called `version`."""

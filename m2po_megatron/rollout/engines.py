@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from m2po_megatron.rollout.changes import Changes
-from m2po_megatron.rollout.client import EngineClient, EngineError, GeneratedSample, GenerateRequest
+from m2po_megatron.rollout.client import EngineClient, EngineError, GeneratedSample, GenerateRequest, RequestRefused
 from m2po_megatron.rollout.errors import RolloutError
 from m2po_megatron.rollout.staleness import weight_version
 
@@ -115,8 +115,8 @@ class EnginePool:
         self._changes.notify()
 
     async def generate(self, request: GenerateRequest) -> list[GeneratedSample]:
-        """Sample on the living engine with the fewest requests in flight; RolloutError when no engine is left, or when
-        several living ones failed on this request."""
+        """Sample on the living engine with the fewest requests in flight; RolloutError when no engine is left, when several
+        living ones failed on this request, or when one says that the request itself is wrong."""
         last: EngineError | None = None
         for _ in range(FAILURES_BEFORE_FENCE * len(self.engines) + 1):
             living = self.living()
@@ -125,6 +125,9 @@ class EnginePool:
             engine = min(living, key=lambda e: (e.in_flight, e.failures_in_a_row))
             try:
                 samples = await self._generate_on(engine, request)
+            except RequestRefused as error:
+                # Other engines would say the same, and none of them is to blame.
+                raise RolloutError(f"request {request.rid} was refused: {error}") from error
             except EngineError as error:
                 last = error
                 await self._judge(engine, error)

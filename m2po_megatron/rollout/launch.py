@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 PORT_TRIES = 3
 PORT_IN_USE_EXIT_CODE = 2
 HEALTH_POLL_S = 0.2
+HEALTH_TIMEOUT_S = 5.0
 
 ClientFactory = Callable[[str], EngineClient]
 
@@ -29,7 +30,7 @@ ClientFactory = Callable[[str], EngineClient]
 async def start_engines(settings: RolloutSettings, job: RolloutJob, client_factory: ClientFactory) -> list[Engine]:
     """Every engine of the run, healthy, at the start version; RolloutError names the one that is not, and its log.
 
-    If one fails, those already started are ended.
+    If one fails, or this call is cancelled, those already started are ended.
     """
     if settings.rollout_engine == "sglang":
         starts = [
@@ -37,13 +38,22 @@ async def start_engines(settings: RolloutSettings, job: RolloutJob, client_facto
         ]
     else:
         starts = [_start_embedded(i, settings, job, client_factory) for i in range(settings.embedded_engines)]
-    results = await asyncio.gather(*starts, return_exceptions=True)
-    failures = [result for result in results if isinstance(result, BaseException)]
-    engines = [result for result in results if isinstance(result, Engine)]
-    if failures:
-        await asyncio.gather(*(stop_process(engine.process) for engine in engines if engine.process is not None))
-        raise failures[0]
-    return engines
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return [task.result() for task in tasks]
+    except BaseException:
+        await asyncio.gather(
+            *(end_engine(task.result()) for task in tasks if not task.cancelled() and not task.exception())
+        )
+        raise
+
+
+async def end_engine(engine: Engine) -> None:
+    """End its process, if it is ours, and its client."""
+    if engine.process is not None:
+        await stop_process(engine.process)
+    await engine.client.aclose()
 
 
 async def _start_embedded(
@@ -51,13 +61,14 @@ async def _start_embedded(
 ) -> Engine:
     name = f"engine-{index}"
     log_path = job.log_dir / f"{name}.log"
+    label = weight_version(job.incarnation, job.start_version)
     deadline = time.monotonic() + settings.engine_start_timeout_s
     for _ in range(PORT_TRIES):
         port = free_port()
         process = await _spawn(index, port, settings, job, log_path)
         client = client_factory(f"http://127.0.0.1:{port}")
         try:
-            await _wait_healthy(name, client, process, log_path, deadline)
+            await _wait_healthy(name, client, process, log_path, deadline, label)
         except BaseException as error:
             await stop_process(process)
             await client.aclose()
@@ -91,21 +102,27 @@ async def _spawn(
 
 
 async def _wait_healthy(
-    name: str, client: EngineClient, process: asyncio.subprocess.Process, log_path: Path, deadline: float
+    name: str, client: EngineClient, process: asyncio.subprocess.Process, log_path: Path, deadline: float, label: str
 ) -> None:
+    """Until `process` serves weights called `label`; RolloutError, with its log, if it ends or the deadline passes."""
     while True:
         if process.returncode is not None:
             raise RolloutError(
                 f"{name} ended at start with exit code {process.returncode}; log: {log_path}\n{log_tail(log_path)}"
             )
         try:
-            if await asyncio.wait_for(client.health(), 5.0):
+            # Its label too: if the port was taken meanwhile, somebody else's server may be the one that is healthy.
+            if await asyncio.wait_for(_serves(client, label), HEALTH_TIMEOUT_S):
                 return
         except (EngineError, TimeoutError) as error:
             logger.debug("%s is not up yet: %s", name, error)
         if time.monotonic() > deadline:
             raise RolloutError(f"{name} did not become healthy in time; log: {log_path}\n{log_tail(log_path)}")
         await asyncio.sleep(HEALTH_POLL_S)
+
+
+async def _serves(client: EngineClient, label: str) -> bool:
+    return await client.health() and (await client.model_info()).weight_version == label
 
 
 async def _attach(

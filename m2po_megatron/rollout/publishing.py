@@ -47,6 +47,7 @@ class Publisher:
         self._held: Counter[int] = Counter()
         self._loading = False
         self._loaded = start_version
+        self._lost = -1  # the newest version whose directory was gone when its turn came
 
     @property
     def pending(self) -> list[int]:
@@ -71,17 +72,25 @@ class Publisher:
     @asynccontextmanager
     async def hold(self, version: int | None = None) -> AsyncIterator[int]:
         """Within the block every living engine serves one version, which is given: `version`, or a newer one if that was
-        loaded already; None = whatever is served now. Waits for `version` to be loaded."""
+        loaded already; None = whatever is served now. Waits for `version` to be loaded; RolloutError if it never will be."""
         wanted = self._loaded if version is None else version
         self._held[wanted] += 1
         self._changes.notify()
         try:
-            await self._changes.wait_until(lambda: not self._loading and self._loaded >= wanted)
+            await self._changes.wait_until(
+                lambda: not self._loading and (self._loaded >= wanted or self._is_lost(wanted))
+            )
+            if self._loaded < wanted:
+                raise RolloutError(f"version {wanted} will not be loaded: its published weights are gone")
             yield self._loaded
         finally:
             self._held[wanted] -= 1
             self._held += Counter()
             self._changes.notify()
+
+    def _is_lost(self, version: int) -> bool:
+        """Whether `version` was published, is gone, and nothing at least as new is on its way."""
+        return self.newest < version <= self._lost
 
     def _next(self) -> int | None:
         return next_to_load(self._pending, self._held, self._loaded)
@@ -97,6 +106,8 @@ class Publisher:
                 # Asking the engines to load it would only fence them.
                 logger.warning("published weights %s are gone before version %d was loaded; skipping it", path, version)
                 del self._pending[version]
+                self._lost = max(self._lost, version)
+                self._changes.notify()
                 continue
             self._loading = True
             try:

@@ -36,7 +36,10 @@ CREATE TABLE trajectories(
     id TEXT NOT NULL, finish_reason TEXT NOT NULL, reward REAL, tokens INTEGER NOT NULL, arrays BLOB NOT NULL,
     PRIMARY KEY(position, attempt, sample));
 """
-GROUP_COLUMNS = "position, attempt, state, prompt_id, prompt, answer, epoch, prompt_index, oldest_version, newest_version, incarnation"
+GROUP_COLUMNS = (
+    "position, attempt, state, prompt_id, prompt, answer, epoch, prompt_index, "
+    "oldest_version, newest_version, incarnation"
+)
 
 
 @dataclass(frozen=True)

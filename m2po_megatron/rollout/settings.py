@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,9 @@ class RolloutSettings:
                 raise ValueError(
                     f"{_flag(setting.name)} must be one of {', '.join(choices)}, got {getattr(self, setting.name)!r}"
                 )
-        if not self.temperature > 0:
-            raise ValueError(f"--temperature must be above 0 for training rollouts, got {self.temperature}")
+        for name in _ABOVE_ZERO:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{_flag(name)} must be above 0 and finite, got {getattr(self, name)}")
         if self.rollout_batch_size % self.group_size:
             raise ValueError(
                 f"--rollout-batch-size {self.rollout_batch_size} is not a multiple of --group-size {self.group_size}"
@@ -132,6 +134,11 @@ class RolloutSettings:
             raise ValueError("--rollout-engine sglang needs --sglang-urls")
         if self.rollout_engine != "sglang" and self.sglang_urls:
             raise ValueError("--sglang-urls is given, but --rollout-engine is not sglang")
+        for url in self.sglang_urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"--sglang-urls {url!r} is not a base URL such as http://host:30000")
+        if len(set(self.sglang_urls)) != len(self.sglang_urls):
+            raise ValueError(f"--sglang-urls names a server twice: {' '.join(self.sglang_urls)}")
         if not self.prompt_data:
             raise ValueError("--prompt-data is missing: the JSONL file of training prompts")
         self.schedule().validate()
@@ -146,6 +153,15 @@ _AT_LEAST_ONE = (
     "max_response_length",
     "publish_interval",
     "reward_workers",
+)
+
+
+_ABOVE_ZERO = (
+    "temperature",
+    "reward_timeout_s",
+    "engine_start_timeout_s",
+    "engine_timeout_s",
+    "engine_control_timeout_s",
 )
 
 

@@ -2,7 +2,8 @@
 
 Tables and states: rollout/schema.py.
 
-Every method that changes something is one transaction. Calls may come from different threads, one at a time (a lock sees to it).
+Every method that changes something is one transaction. Calls may come from different threads; a lock lets in one at a
+time.
 """
 
 from __future__ import annotations

@@ -6,12 +6,12 @@ Used by the gradient tests: everything here is written from the paper, nothing i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 import torch
 
 from m2po_megatron.data.trajectory import Trajectory
+from tests.algo.oracle import Case, literal_mask
 
 
 @dataclass
@@ -25,18 +25,16 @@ class ReferenceUpdate:
     masked: int
 
 
-def literal_mask(log_ratios: list[float], advantages: list[float], threshold: float) -> list[bool]:
-    """Algorithm 1, one token at a time, in exact arithmetic."""
-    squares = [Fraction(float(np.float32(x) * np.float32(x))) for x in log_ratios]
-    keep = [True] * len(squares)
-    trust = [i for i, (x, a) in enumerate(zip(log_ratios, advantages, strict=True)) if (a > 0 < x) or (a < 0 > x)]
-    trust.sort(key=lambda i: (squares[i], i))
-    total = sum((squares[i] for i in trust), Fraction(0))
-    while trust and total > Fraction(threshold) * len(trust):
-        worst = trust.pop()
-        total -= squares[worst]
-        keep[worst] = False
-    return keep
+def threshold_between(log_ratios: list[float], advantages: list[float], near: float) -> float:
+    """A threshold that some tokens exceed, as far as possible from every prefix mean, the nearest ones around `near`."""
+    squares = sorted(x * x for x, a in zip(log_ratios, advantages, strict=True) if (a > 0 < x) or (a < 0 > x))
+    means = np.cumsum(squares) / np.arange(1, len(squares) + 1)
+    k = int(np.searchsorted(means, near)) - 1
+    assert 0 < k < len(means) - 1
+    gaps = np.diff(means[max(0, k - 4) : k + 5])
+    k = max(0, k - 4) + int(gaps.argmax())
+    assert means[k + 1] - means[k] > 1e-3 * near
+    return float((means[k] + means[k + 1]) / 2)
 
 
 def sample_logprobs(model: torch.nn.Module, trajectory: Trajectory, temperature: float) -> torch.Tensor:
@@ -79,6 +77,8 @@ def reference_update(path: str, *, count: int = 20, seed: int = 0, temperature: 
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    # The random responses hold every id; transformers would withhold the gradient of the padding token's embedding.
+    model.get_input_embeddings().padding_idx = None
     trajectories = make_trajectories(model, count, seed, temperature)
     advantages = np.random.default_rng(seed + 1).normal(size=count).astype(np.float32)
     advantages[3] = 0.0
@@ -90,9 +90,9 @@ def reference_update(path: str, *, count: int = 20, seed: int = 0, temperature: 
             ratios.append(float(lp[p].detach()) - float(t.behaviour_logprobs[p + 1]))
             signs.append(float(advantages[i]))
     assert min(abs(x) for x in ratios) > 1e-3
-    threshold = 0.05
-    keep = literal_mask(ratios, signs, threshold)
-    assert literal_mask(ratios, signs, threshold * 1.004) == literal_mask(ratios, signs, threshold * 0.996) == keep
+    threshold = threshold_between(ratios, signs, near=0.05)
+    case = Case(np.float32(ratios), np.float32(signs), np.ones(len(ratios), bool), np.arange(len(ratios)), threshold)
+    keep = literal_mask(case).mask
     contributes = dict(zip(keys, keep, strict=True))
     loss = torch.zeros(())
     for (i, p), kept in contributes.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from m2po_megatron.rollout.client import EngineError, GeneratedSample, GenerateRequest, ModelInfo
+from m2po_megatron.rollout.client import EngineError, GeneratedSample, GenerateRequest, ModelInfo, RequestRefused
 from m2po_megatron.rollout.engines import Engine
 
 
@@ -19,7 +19,9 @@ class FakeClient:
     gate       cleared: requests wait until it is set
     failing    names of calls that raise EngineError, each time they are made
     hanging    names of calls that never answer
-    labels     overrides the weight versions of the next samples, one list per sample
+    refusing   every generation is refused as a bad request
+    bad_samples   what is wrong with the next answers' first sample, one entry per answer: "no log-probs", "missing sample",
+               or a weight version to be said for all its tokens
     """
 
     def __init__(self, url: str, label: str = "0.0") -> None:
@@ -29,6 +31,7 @@ class FakeClient:
         self.gate.set()
         self.failing: set[str] = set()
         self.hanging: set[str] = set()
+        self.refusing = False
         self.bad_samples: list[str] = []
         self.calls: list[str] = []
         self.rids: list[str] = []
@@ -45,6 +48,8 @@ class FakeClient:
 
     async def generate(self, request: GenerateRequest) -> list[GeneratedSample]:
         self.rids.append(request.rid)
+        if self.refusing:
+            raise RequestRefused(self.url, "generate", "HTTP 400: prompt too long")
         label = self.label
         await self.gate.wait()
         await self._call("generate")

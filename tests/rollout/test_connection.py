@@ -1,23 +1,19 @@
-"""The trainer's side: against a controller in a thread (engines without a network), and against real processes."""
+"""The trainer's side, against a controller in a thread whose engine is without a network (real processes:
+test_controller_process.py)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
-import numpy as np
 import pytest
 from aiohttp import web
 
@@ -27,6 +23,7 @@ from m2po_megatron.rollout.codec import encode_batch
 from m2po_megatron.rollout.connection import ControllerConnection
 from m2po_megatron.rollout.controller import Controller
 from m2po_megatron.rollout.errors import RolloutError
+from m2po_megatron.rollout.launch import ClientFactory
 from m2po_megatron.rollout.settings import RolloutJob, RolloutSettings, read_settings, write_settings
 from tests.rollout.fake_engine import FakeClient
 from tests.rollout.samples import make_prompt, make_trajectory
@@ -66,9 +63,8 @@ def controller_in_a_thread(
     up = threading.Event()
 
     async def serve() -> None:
-        controller = Controller(
-            replace(settings, rollout_engine="sglang", sglang_urls=[client.url]), job, lambda _: client
-        )  # type: ignore[arg-type,return-value]
+        attached = replace(settings, rollout_engine="sglang", sglang_urls=[client.url])
+        controller = Controller(attached, job, cast("ClientFactory", lambda _: client))
         runner = web.AppRunner(build_application(controller), shutdown_timeout=0.1)
         stop = asyncio.Event()
         await runner.setup()
@@ -191,8 +187,15 @@ def test_settings_file_round_trip(tmp_path: Path, settings: RolloutSettings, job
         ({"group_size": 0}, "--group-size must be at least 1, got 0"),
         ({"max_staleness": -1}, "--max-staleness must not be negative"),
         ({"max_staleness": 0, "publish_interval": 2}, "--max-staleness 0 can never be met"),
-        ({"temperature": 0.0}, "--temperature must be above 0"),
+        ({"group_retries": -1}, "--group-retries must not be negative, got -1"),
+        ({"temperature": 0.0}, "--temperature must be above 0 and finite, got 0.0"),
         ({"temperature": float("nan")}, "--temperature must be above 0"),
+        ({"temperature": float("inf")}, "--temperature must be above 0 and finite, got inf"),
+        ({"engine_timeout_s": 0.0}, "--engine-timeout-s must be above 0"),
+        ({"reward_timeout_s": -1.0}, "--reward-timeout-s must be above 0"),
+        ({"staleness_mode": "drop"}, "--staleness-mode must be one of bounded, got 'drop'"),
+        ({"rollout_engine": "sglang", "sglang_urls": ["host:30000"]}, "--sglang-urls 'host:30000' is not a base URL"),
+        ({"rollout_engine": "sglang", "sglang_urls": ["http://x"] * 2}, "--sglang-urls names a server twice"),
         ({"rollout_engine": "vllm"}, "--rollout-engine must be one of embedded, sglang, got 'vllm'"),
         ({"rollout_engine": "sglang"}, "needs --sglang-urls"),
         ({"sglang_urls": ["http://x"]}, "--rollout-engine is not sglang"),
@@ -208,140 +211,3 @@ def test_settings_that_cannot_work(settings: RolloutSettings, changes: dict[str,
 def test_a_position_that_does_not_fit_the_settings(settings: RolloutSettings, job: RolloutJob) -> None:
     with pytest.raises(ValueError, match="version 3 is not 2 batches of 1 updates"):
         replace(job, start_version=3, consumed_batches=2).validate(settings)
-
-
-# From here on real processes.
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_gone(*pids: int, timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"still alive: {[pid for pid in pids if alive(pid)]}"
-        time.sleep(0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.integration
-def test_real_processes_end_to_end(settings: RolloutSettings, job: RolloutJob, tiny_model: Callable[..., Path]) -> None:
-    newer = tiny_model(seed=1)
-    settings = replace(settings, embedded_engines=2)
-    with ControllerConnection.start(settings, job) as connection:
-        status = connection.status()
-        pids = [json.loads(job.address_path.read_text())["pid"], *(e["pid"] for e in status["engines"])]
-        assert all(alive(pid) for pid in pids)
-        for version in range(4):
-            batch = connection.lease(version, WAIT_S)
-            assert batch is not None and len(batch.trajectories) == 8
-            for trajectory in batch.trajectories:
-                assert version - trajectory.oldest_version <= 1
-                assert (trajectory.behaviour_logprobs[trajectory.loss_mask] <= 0).all()
-                assert np.isfinite(trajectory.behaviour_logprobs).all()
-                assert trajectory.reward in (0.0, 1.0)
-            connection.trained(version, version + 1)
-            connection.publish(str(newer), version + 1)
-        connection.wait_loaded(4, WAIT_S)
-        probed = connection.probe(2, WAIT_S, version=4)
-        assert probed is not None and all(t.oldest_version == 4 for t in probed)
-        # One engine is killed: the other goes on.
-        os.kill(status["engines"][0]["pid"], signal.SIGKILL)
-        batch = connection.lease(4, WAIT_S)
-        assert batch is not None
-        connection.trained(4, 5)
-        connection.publish(str(newer), 5)
-        assert connection.lease(5, WAIT_S) is not None
-        assert [e["alive"] for e in connection.status()["engines"]] == [False, True]
-        # The other, too: the lease after what is ready says who died and where its log is.
-        connection.trained(5, 6)
-        os.kill(status["engines"][1]["pid"], signal.SIGKILL)
-        with pytest.raises(RolloutError, match=r"(?s)no rollout engine is left.*engine-0.*engine-1.*engine-1\.log"):
-            for version in range(6, 9):
-                assert connection.lease(version, WAIT_S) is not None
-                connection.trained(version, version + 1)
-    wait_gone(*pids)
-
-
-@pytest.mark.slow
-@pytest.mark.integration
-def test_resume_with_real_processes(settings: RolloutSettings, job: RolloutJob) -> None:
-    with ControllerConnection.start(settings, job) as connection:
-        first = connection.lease(0, WAIT_S)
-        assert first is not None
-    with pytest.raises(RolloutError, match="already holds rollouts of an earlier run"):
-        ControllerConnection.start(settings, job)
-    with ControllerConnection.start(settings, replace(job, incarnation=1, resume=True)) as connection:
-        again = connection.lease(0, WAIT_S)
-        assert again is not None
-        assert [t.id for t in again.trajectories] == [t.id for t in first.trajectories]
-        assert all(
-            (a.token_ids == b.token_ids).all() for a, b in zip(again.trajectories, first.trajectories, strict=True)
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.integration
-def test_a_killed_controller_is_reported_and_its_engines_end(settings: RolloutSettings, job: RolloutJob) -> None:
-    with ControllerConnection.start(settings, job) as connection:
-        engine = connection.status()["engines"][0]["pid"]
-        controller = json.loads(job.address_path.read_text())["pid"]
-        os.kill(controller, signal.SIGINT)  # is ignored
-        assert connection.status()["engines"][0]["alive"]
-        os.kill(controller, signal.SIGKILL)
-        for _ in range(2):
-            with pytest.raises(RolloutError, match=r"died with exit code -9; log: .*controller\.log"):
-                connection.lease(0, 1)
-        wait_gone(engine)
-
-
-@pytest.mark.slow
-@pytest.mark.integration
-def test_a_killed_trainer_leaves_nobody_behind(settings: RolloutSettings, job: RolloutJob, tmp_path: Path) -> None:
-    write_settings(tmp_path / "given.json", settings, job)
-    program = (
-        "import sys, time\nfrom pathlib import Path\n"
-        "from m2po_megatron.rollout.connection import ControllerConnection\n"
-        "from m2po_megatron.rollout.settings import read_settings\n"
-        "c = ControllerConnection.start(*read_settings(Path(sys.argv[1])))\n"
-        "print(c.status()['engines'][0]['pid'], flush=True)\ntime.sleep(600)\n"
-    )
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "given.json")], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert trainer.stdout is not None
-        engine = int(trainer.stdout.readline())
-        controller = json.loads(job.address_path.read_text())["pid"]
-        assert alive(engine) and alive(controller)
-    finally:
-        trainer.kill()
-        trainer.communicate()
-    wait_gone(engine, controller)
-
-
-@pytest.mark.slow
-@pytest.mark.integration
-def test_engines_that_do_not_start_are_named_with_their_log(
-    settings: RolloutSettings, job: RolloutJob, tmp_path: Path
-) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in Path(job.model_path).iterdir():
-        if file.suffix != ".safetensors":
-            (model / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(RolloutError, match=r"(?s)engine-0 ended at start with exit code.*engine-0\.log"):
-        ControllerConnection.start(settings, replace(job, model_path=str(model)))
-
-
-@pytest.mark.slow
-@pytest.mark.integration
-def test_a_bad_prompt_file_stops_the_start_with_its_line(settings: RolloutSettings, job: RolloutJob) -> None:
-    Path(settings.prompt_data).write_text('{"prompt": "1+1="}\n')
-    with pytest.raises(RolloutError, match=r"prompts\.jsonl, line 1: has no \"answer\".*controller\.log"):
-        ControllerConnection.start(settings, job)

@@ -106,6 +106,18 @@ def test_one_failed_request_of_a_healthy_engine_does_not_cost_the_engine() -> No
     run(test)
 
 
+def test_a_request_that_the_engine_refuses_costs_no_engine() -> None:
+    async def test() -> None:
+        pool, clients, _ = pool_of(2)
+        clients[0].refusing = True
+        with pytest.raises(RolloutError, match="request r0 was refused: engine http://fake-0: generate: HTTP 400"):
+            await pool.generate(request("r0"))
+        assert [e.alive for e in pool.engines] == [True, True]
+        assert clients[1].rids == []  # it would say the same
+
+    run(test)
+
+
 def test_no_engine_left_names_each_and_its_log() -> None:
     async def test() -> None:
         pool, clients, _ = pool_of(2)
@@ -257,6 +269,27 @@ def test_a_hold_on_a_coming_version_gets_exactly_that(tmp_path: Path) -> None:
         await waiting
         await changes.wait_until(lambda: pool.loaded_version() == 3)
         assert seen == [2]
+        loop.cancel()
+
+    run(test)
+
+
+def test_a_hold_on_weights_that_vanished_is_an_error_and_the_next_are_loaded(tmp_path: Path) -> None:
+    async def test() -> None:
+        pool, clients, changes = pool_of(1)
+        publisher = Publisher(pool, 0, changes)
+        vanishing = tmp_path / "v1"
+        vanishing.mkdir()
+        publisher.publish(str(vanishing), 1)
+        vanishing.rmdir()
+        loop = asyncio.ensure_future(publisher.run())
+        with pytest.raises(RolloutError, match="version 1 will not be loaded: its published weights are gone"):
+            async with publisher.hold(1):
+                pass
+        assert clients[0].calls == [] and pool.engines[0].alive
+        publisher.publish(str(tmp_path), 2)
+        async with publisher.hold(1) as version:
+            assert version == 2
         loop.cancel()
 
     run(test)

@@ -1,0 +1,67 @@
+# What a user and the CI run. Everything happens in .venv, which the first target that needs it makes:
+#   make demo                                          plain
+#   make PIP_ARGS="--extra-index-url ADDRESS" demo     with CPU wheels of torch, see README.md
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+TASK := examples/arithmetic
+# One thread a process: ranks and engine share the machine's cores, and threads of several processes only disturb them.
+export OMP_NUM_THREADS := 1
+TRAIN2 := $(BIN)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 pretrain_rl.py
+
+.PHONY: install demo demo-short smoke-dp2 test check format bench bench-mask bench-step clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	touch $@
+
+# Each run starts afresh: only these directories of its own are removed.
+demo: $(STAMP)
+	rm -rf runs/demo
+	$(TRAIN2) --config $(TASK)/demo.yaml --run-dir runs/demo
+	$(BIN)/python tools/check_gain.py runs/demo --at-least 0.2 --samples 1024
+	$(BIN)/python tools/plot_run.py runs/demo
+
+demo-short: $(STAMP)
+	rm -rf runs/demo-short
+	$(TRAIN2) --config $(TASK)/demo.yaml --train-iters 80 --run-dir runs/demo-short
+	$(BIN)/python tools/check_gain.py runs/demo-short --at-least 0.1 --samples 1024
+	$(BIN)/python tools/plot_run.py runs/demo-short
+
+# Data parallel: here the mask's all-reduces have something to reduce.
+smoke-dp2: $(STAMP)
+	rm -rf runs/smoke-dp2
+	$(TRAIN2) --config $(TASK)/demo.yaml --tensor-model-parallel-size 1 --train-iters 20 --run-dir runs/smoke-dp2
+	$(BIN)/python tools/check_gain.py runs/smoke-dp2 --updates 20
+	$(BIN)/python tools/plot_run.py runs/smoke-dp2
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: bench-mask bench-step
+
+# Timings, no tests: what they print depends on the machine.
+bench-mask: $(STAMP)
+	$(BIN)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 4 tools/bench_mask.py
+
+bench-step: $(STAMP)
+	$(BIN)/python tools/bench_step.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf runs/demo runs/demo-short runs/smoke-dp2

@@ -1,0 +1,335 @@
+"""The client: what it sends, what it makes of every kind of answer, its bounds. Over a transport without a network; the
+same client meets real servers in test_engine_contract.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from m2po_megatron.rollout import client as client_module
+from m2po_megatron.rollout.client import (
+    EngineClient,
+    EngineError,
+    GeneratedSample,
+    GenerateRequest,
+    ModelInfo,
+    RequestRefused,
+)
+
+URL = "http://engine:30000"
+REQUEST = GenerateRequest("r7", [3, 4], max_new_tokens=5, temperature=0.7, n=2, stop_token_ids=(1, 9))
+
+Answer = Callable[[httpx.Request], Awaitable[httpx.Response]]
+
+
+class Server:
+    """Answers every path with what the test put there, and keeps what it was asked."""
+
+    def __init__(self, **answers: httpx.Response | Exception | Answer) -> None:
+        self.answers = answers
+        self.asked: list[tuple[str, str, Any]] = []
+        self.headers: list[httpx.Headers] = []
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content) if request.content else None
+        self.asked.append((request.method, request.url.path, body))
+        self.headers.append(request.headers)
+        answer = self.answers[request.url.path.strip("/")]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer if isinstance(answer, httpx.Response) else await answer(request)
+
+    def client(
+        self, timeout_s: float = 5.0, control_timeout_s: float = 5.0, api_key: str | None = None
+    ) -> EngineClient:
+        return EngineClient(
+            URL + "/",
+            timeout_s=timeout_s,
+            control_timeout_s=control_timeout_s,
+            api_key=api_key,
+            transport=httpx.MockTransport(self),
+        )
+
+
+def run(server: Server, calls: Callable[[EngineClient], Awaitable[Any]], **options: Any) -> Any:
+    async def bounded() -> Any:
+        client = server.client(**options)
+        try:
+            return await asyncio.wait_for(calls(client), 20)
+        finally:
+            await client.aclose()
+
+    return asyncio.run(bounded())
+
+
+def sample(
+    ids: list[int], logprobs: list[float | None] | None, finish: str = "stop", rid: str = "r7_0", **meta: Any
+) -> dict[str, Any]:
+    """An entry of SGLang's answer."""
+    about: dict[str, Any] = {"id": rid, "finish_reason": {"type": finish}, "completion_tokens": len(ids), **meta}
+    about.setdefault("weight_version", "0.3")
+    if logprobs is not None:
+        about["output_token_logprobs"] = [[lp, token, None] for lp, token in zip(logprobs, ids, strict=True)]
+    return {"text": "", "output_ids": ids, "meta_info": about}
+
+
+def span(version: str, start: int, end: int) -> dict[str, Any]:
+    return {"version": version, "start": start, "end": end}
+
+
+def generate(answer: Any, request: GenerateRequest = REQUEST) -> list[GeneratedSample]:
+    samples: list[GeneratedSample] = run(
+        Server(generate=httpx.Response(200, json=answer)), lambda client: client.generate(request)
+    )
+    return samples
+
+
+def test_a_group_of_samples_with_versions_per_token() -> None:
+    retracted = sample(
+        [5, 6, 1], [-0.5, -0.25, -2], weight_versions=[span("0.3", 0, 2), span("0.4", 2, 3)], num_retractions=1
+    )
+    truncated = sample([8], [-1.5], finish="length", rid="r7_1", weight_versions=[span("0.4", 0, 1)])
+    server = Server(generate=httpx.Response(200, json=[retracted, truncated]))
+    samples = run(server, lambda client: client.generate(REQUEST))
+    assert samples == [
+        GeneratedSample("r7_0", [5, 6, 1], [-0.5, -0.25, -2.0], ["0.3", "0.3", "0.4"], "stop"),
+        GeneratedSample("r7_1", [8], [-1.5], ["0.4"], "length"),
+    ]
+    ((method, path, body),) = server.asked
+    assert (method, path) == ("POST", "/generate")
+    assert body == {
+        "rid": "r7",
+        "input_ids": [3, 4],
+        "return_logprob": True,
+        "stream": False,
+        "sampling_params": {
+            "max_new_tokens": 5,
+            "temperature": 0.7,
+            "n": 2,
+            "stop_token_ids": [1, 9],
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+        },
+    }
+
+
+def test_a_single_sample_comes_without_a_list_and_the_old_way_to_say_versions() -> None:
+    request = GenerateRequest("r7", [3], max_new_tokens=2, temperature=1.0)
+    assert generate(sample([5, 6], [-0.5, -1], weight_version="0.2"), request) == [
+        GeneratedSample("r7_0", [5, 6], [-0.5, -1.0], ["0.2", "0.2"], "stop")
+    ]
+
+
+def test_what_the_workflow_judges_is_passed_on_as_it_is() -> None:
+    """Missing log-probs, numbers that are none, versions of too few tokens, aborted samples: refused there, by their id."""
+    without, null, short, aborted = generate(
+        [
+            sample([5, 6], None),
+            sample([5, 6], [-0.5, None]),
+            sample([5, 6], [-0.5, -1], weight_versions=[span("0.3", 0, 1)]),
+            sample([], None, finish="abort", weight_versions=[]),
+        ]
+    )
+    assert (without.output_ids, without.output_logprobs) == ([5, 6], [])
+    assert null.output_logprobs[0] == -0.5 and math.isnan(null.output_logprobs[1])
+    assert (short.output_ids, short.weight_versions) == ([5, 6], ["0.3"])
+    assert (aborted.finish_reason, aborted.output_ids, aborted.weight_versions) == ("abort", [], [])
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ({"text": "hello"}, "unreadable sample of request r7: KeyError: 'meta_info'"),
+        ([[1]], "unreadable sample of request r7: TypeError"),
+        (sample([5], [-1], weight_versions=[span("0.3", 1, 2)]), "spans .* do not follow each other"),
+        (sample([5], [-1], weight_versions=[span("0.3", 0, 1), span("0.4", 0, 1)]), "do not follow each other"),
+        (
+            {**sample([5, 6], [-1, -1]), "output_ids": [5, 7]},
+            "log-probs of sample r7_0 are of other tokens than its own",
+        ),
+    ],
+)
+def test_answers_that_are_not_of_the_protocol(answer: Any, reason: str) -> None:
+    with pytest.raises(EngineError, match=f"engine {URL}: generate: .*{reason}"):
+        generate(answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "reason"),
+    [
+        (httpx.Response(500, text="Internal Server Error"), EngineError, "HTTP 500: Internal Server Error"),
+        (
+            httpx.Response(400, json={"error": {"message": "prompt too long"}}),
+            RequestRefused,
+            "HTTP 400: prompt too long",
+        ),
+        (httpx.Response(422, json={"detail": [{"msg": "bad"}]}), RequestRefused, 'HTTP 422: .{"msg": "bad"}.'),
+        (httpx.Response(200, text="<html>"), EngineError, "the answer is not JSON: '<html>'"),
+        (httpx.ConnectError("refused"), EngineError, "ConnectError: refused"),
+        (httpx.RemoteProtocolError("disconnected"), EngineError, "RemoteProtocolError: disconnected"),
+    ],
+)
+def test_failures_name_engine_call_and_reason(answer: Any, kind: type[EngineError], reason: str) -> None:
+    with pytest.raises(EngineError, match=f"^engine {URL}: generate: {reason}") as caught:
+        run(Server(generate=answer), lambda client: client.generate(REQUEST))
+    assert type(caught.value) is kind
+    assert (caught.value.url, caught.value.call) == (URL, "generate")
+
+
+def test_a_long_error_answer_is_shortened() -> None:
+    with pytest.raises(EngineError) as caught:
+        run(Server(generate=httpx.Response(500, text="x" * 100_000)), lambda client: client.generate(REQUEST))
+    assert len(str(caught.value)) < 700
+
+
+def test_control_calls_say_what_the_protocol_asks() -> None:
+    success = httpx.Response(200, json={"success": True, "message": "Succeeded"})
+    server = Server(
+        update_weights_from_disk=success,
+        pause_generation=httpx.Response(200, json={"status": "ok"}),
+        continue_generation=httpx.Response(200),
+        abort_request=httpx.Response(200),
+        flush_cache=httpx.Response(200, text="Cache flushed.\n"),
+        model_info=httpx.Response(200, json={"model_path": "/w/v3", "weight_version": "1.3", "is_generation": True}),
+        health=httpx.Response(200),
+        ready=httpx.Response(503),
+    )
+
+    async def calls(client: EngineClient) -> list[Any]:
+        await client.pause_generation()
+        await client.pause_generation("abort")
+        await client.flush_cache()
+        await client.update_weights_from_disk("/w/v3", "1.3")
+        await client.continue_generation()
+        await client.abort_request("r7")
+        return [await client.model_info(), await client.health(), await client.ready()]
+
+    assert run(server, calls) == [ModelInfo("/w/v3", "1.3"), True, False]
+    assert server.asked == [
+        ("POST", "/pause_generation", {"mode": "retract"}),
+        ("POST", "/pause_generation", {"mode": "abort"}),
+        ("POST", "/flush_cache", {}),
+        (
+            "POST",
+            "/update_weights_from_disk",
+            {"model_path": "/w/v3", "weight_version": "1.3", "flush_cache": True, "abort_all_requests": False},
+        ),
+        ("POST", "/continue_generation", {}),
+        ("POST", "/abort_request", {"rid": "r7"}),
+        ("GET", "/model_info", None),
+        ("GET", "/health", None),
+        ("GET", "/ready", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (httpx.Response(200, json={"success": False, "message": "no such file"}), "no success: no such file"),
+        (httpx.Response(400, json={"success": False, "message": "no such file"}), "HTTP 400: no such file"),
+        (httpx.Response(404, json={"detail": "Not Found"}), "HTTP 404: Not Found"),
+        (httpx.ReadError(""), "ReadError"),
+    ],
+)
+def test_an_update_that_did_not_succeed_is_an_error(answer: Any, reason: str) -> None:
+    server = Server(update_weights_from_disk=answer)
+    with pytest.raises(EngineError, match=f"{URL}: update_weights_from_disk: {reason}"):
+        run(server, lambda client: client.update_weights_from_disk("/absent", "0.1"))
+
+
+def test_a_server_without_versions_is_refused_with_the_version_that_has_them() -> None:
+    with pytest.raises(EngineError, match=r"model_info: says no weight_version .SGLang from 0\.5\.19"):
+        run(Server(model_info=httpx.Response(200, json={"model_path": "x"})), lambda client: client.model_info())
+
+
+def test_health_that_is_neither_yes_nor_no_is_an_error() -> None:
+    with pytest.raises(EngineError, match="health: HTTP 404"):
+        run(Server(health=httpx.Response(404)), lambda client: client.health())
+    assert run(Server(health=httpx.Response(503)), lambda client: client.health()) is False
+
+
+def test_an_api_key_is_sent_and_never_said() -> None:
+    server = Server(model_info=httpx.Response(401, json={"error": "Unauthorized"}))
+    with pytest.raises(EngineError, match="HTTP 401: Unauthorized") as caught:
+        run(server, lambda client: client.model_info(), api_key="s3cret")
+    assert server.headers[0]["authorization"] == "Bearer s3cret"
+    assert "s3cret" not in str(caught.value)
+
+
+async def hang(request: httpx.Request) -> httpx.Response:
+    await asyncio.Event().wait()
+    raise AssertionError("not reached")
+
+
+def test_a_generation_out_of_time_is_aborted_at_the_engine() -> None:
+    server = Server(generate=hang, abort_request=httpx.Response(200))
+    with pytest.raises(EngineError, match="generate: no answer within 0.05 s"):
+        run(server, lambda client: client.generate(REQUEST), timeout_s=0.05)
+    assert server.asked[1:] == [("POST", "/abort_request", {"rid": "r7"})]
+
+
+def test_a_control_call_out_of_time_is_an_error() -> None:
+    with pytest.raises(EngineError, match="flush_cache: no answer within 0.05 s"):
+        run(Server(flush_cache=hang), lambda client: client.flush_cache(), control_timeout_s=0.05)
+
+
+@pytest.mark.parametrize("abort", [httpx.Response(200), httpx.Response(500), httpx.ConnectError("gone"), hang])
+def test_a_cancelled_generation_is_aborted_within_a_bound(abort: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "ABORT_TIMEOUT_S", 0.1)
+    server = Server(generate=hang, abort_request=abort)
+
+    async def calls(client: EngineClient) -> float:
+        task = asyncio.ensure_future(client.generate(REQUEST))
+        while not server.asked:
+            await asyncio.sleep(0)
+        started = time.monotonic()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return time.monotonic() - started
+
+    assert run(server, calls) < 3
+    # Aborted before the cancelled call ends: the next request may have the same id.
+    assert server.asked[1:] == [("POST", "/abort_request", {"rid": "r7"})]
+
+
+def test_nothing_caps_the_requests_in_flight() -> None:
+    """Over real connections: httpx alone would keep the 101st waiting, and a server with 100 in flight would starve."""
+    count = 300
+
+    async def test() -> int:
+        everyone = asyncio.Event()
+        arrived = 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal arrived
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+            await reader.readexactly(length)
+            arrived += 1
+            if arrived == count:
+                everyone.set()
+            await everyone.wait()
+            body = json.dumps(sample([5], [-1])).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+            await writer.drain()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=count)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = EngineClient(url, timeout_s=20, control_timeout_s=5)
+        requests = [GenerateRequest(f"r{i}", [3], max_new_tokens=1, temperature=1.0) for i in range(count)]
+        answers = await asyncio.gather(*(client.generate(request) for request in requests))
+        await client.aclose()
+        server.close()
+        return sum(len(samples) for samples in answers)
+
+    assert asyncio.run(asyncio.wait_for(test(), 30)) == count
