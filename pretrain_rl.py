@@ -86,7 +86,7 @@ def train(
         feed.trained(batch.id, position.version)
         if due(run.eval_interval, position.version, settings) and position.version < run.train_iters:
             metrics.write_evaluation(position.version, evaluate(feed, run, rollout, position.version))
-        if due(run.save_interval, position.version, settings):
+        if run.save and due(run.save_interval, position.version, settings):
             save_checkpoint(policy, run.save, position)
     if position.version >= run.train_iters and not feed.stopping:
         metrics.write_evaluation(position.version, evaluate(feed, run, rollout, position.version))

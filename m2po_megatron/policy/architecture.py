@@ -74,7 +74,7 @@ def read_architecture(hf_path: str | Path) -> Architecture:
 def _rope_theta(config: Any) -> float:
     """transformers 5 keeps it in `rope_parameters`, 4 in `rope_theta`."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", 10000.0))
+    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
 
 
 def _refuse_unmapped(hf_path: str | Path, config: Any) -> None:

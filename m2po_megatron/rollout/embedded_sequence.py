@@ -65,6 +65,8 @@ class Sequence:
 
     def version_spans(self) -> list[dict[str, Any]]:
         """[{"version", "start", "end"}] over the output tokens, as SGLang reports them; empty spans left out."""
+        if not self.spans:  # it never ran
+            return []
         ends = [start for _, start in self.spans[1:]] + [len(self.output_ids)]
         return [
             {"version": version, "start": start, "end": end}

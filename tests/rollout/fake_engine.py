@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
 
+from m2po_megatron.rollout.changes import Changes
 from m2po_megatron.rollout.client import EngineError, GeneratedSample, GenerateRequest, ModelInfo, RequestRefused
-from m2po_megatron.rollout.engines import Engine
+from m2po_megatron.rollout.engines import Engine, EnginePool
 
 
 class FakeClient:
@@ -98,3 +100,16 @@ class FakeClient:
 def fake_engine(index: int = 0, version: int = 0) -> tuple[Engine, FakeClient]:
     client = FakeClient(f"http://fake-{index}", f"0.{version}")
     return Engine(f"engine-{index}", client, version), client  # type: ignore[arg-type]
+
+
+def make_pool(count: int, control_timeout_s: float = 5.0) -> tuple[EnginePool, list[FakeClient], Changes]:
+    changes = Changes()
+    engines, clients = zip(*(fake_engine(i) for i in range(count)), strict=True)
+    return EnginePool(list(engines), 0, changes, control_timeout_s), list(clients), changes
+
+
+def run_bounded(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(test(), 20)
+
+    asyncio.run(bounded())

@@ -1,19 +1,14 @@
-"""The client: what it sends, what it makes of every kind of answer, its bounds. Over a transport without a network; the
-same client meets real servers in test_engine_contract.py."""
+"""The client: what it sends, and what it makes of every kind of answer. Over a transport without a network; the same
+client meets real servers in test_engine_contract.py."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import math
-import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from m2po_megatron.rollout import client as client_module
 from m2po_megatron.rollout.client import (
     EngineClient,
     EngineError,
@@ -22,66 +17,7 @@ from m2po_megatron.rollout.client import (
     ModelInfo,
     RequestRefused,
 )
-
-URL = "http://engine:30000"
-REQUEST = GenerateRequest("r7", [3, 4], max_new_tokens=5, temperature=0.7, n=2, stop_token_ids=(1, 9))
-
-Answer = Callable[[httpx.Request], Awaitable[httpx.Response]]
-
-
-class Server:
-    """Answers every path with what the test put there, and keeps what it was asked."""
-
-    def __init__(self, **answers: httpx.Response | Exception | Answer) -> None:
-        self.answers = answers
-        self.asked: list[tuple[str, str, Any]] = []
-        self.headers: list[httpx.Headers] = []
-
-    async def __call__(self, request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content) if request.content else None
-        self.asked.append((request.method, request.url.path, body))
-        self.headers.append(request.headers)
-        answer = self.answers[request.url.path.strip("/")]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer if isinstance(answer, httpx.Response) else await answer(request)
-
-    def client(
-        self, timeout_s: float = 5.0, control_timeout_s: float = 5.0, api_key: str | None = None
-    ) -> EngineClient:
-        return EngineClient(
-            URL + "/",
-            timeout_s=timeout_s,
-            control_timeout_s=control_timeout_s,
-            api_key=api_key,
-            transport=httpx.MockTransport(self),
-        )
-
-
-def run(server: Server, calls: Callable[[EngineClient], Awaitable[Any]], **options: Any) -> Any:
-    async def bounded() -> Any:
-        client = server.client(**options)
-        try:
-            return await asyncio.wait_for(calls(client), 20)
-        finally:
-            await client.aclose()
-
-    return asyncio.run(bounded())
-
-
-def sample(
-    ids: list[int], logprobs: list[float | None] | None, finish: str = "stop", rid: str = "r7_0", **meta: Any
-) -> dict[str, Any]:
-    """An entry of SGLang's answer."""
-    about: dict[str, Any] = {"id": rid, "finish_reason": {"type": finish}, "completion_tokens": len(ids), **meta}
-    about.setdefault("weight_version", "0.3")
-    if logprobs is not None:
-        about["output_token_logprobs"] = [[lp, token, None] for lp, token in zip(logprobs, ids, strict=True)]
-    return {"text": "", "output_ids": ids, "meta_info": about}
-
-
-def span(version: str, start: int, end: int) -> dict[str, Any]:
-    return {"version": version, "start": start, "end": end}
+from tests.rollout.scripted_server import REQUEST, URL, Server, run, sample, span
 
 
 def generate(answer: Any, request: GenerateRequest = REQUEST) -> list[GeneratedSample]:
@@ -262,74 +198,3 @@ def test_an_api_key_is_sent_and_never_said() -> None:
         run(server, lambda client: client.model_info(), api_key="s3cret")
     assert server.headers[0]["authorization"] == "Bearer s3cret"
     assert "s3cret" not in str(caught.value)
-
-
-async def hang(request: httpx.Request) -> httpx.Response:
-    await asyncio.Event().wait()
-    raise AssertionError("not reached")
-
-
-def test_a_generation_out_of_time_is_aborted_at_the_engine() -> None:
-    server = Server(generate=hang, abort_request=httpx.Response(200))
-    with pytest.raises(EngineError, match="generate: no answer within 0.05 s"):
-        run(server, lambda client: client.generate(REQUEST), timeout_s=0.05)
-    assert server.asked[1:] == [("POST", "/abort_request", {"rid": "r7"})]
-
-
-def test_a_control_call_out_of_time_is_an_error() -> None:
-    with pytest.raises(EngineError, match="flush_cache: no answer within 0.05 s"):
-        run(Server(flush_cache=hang), lambda client: client.flush_cache(), control_timeout_s=0.05)
-
-
-@pytest.mark.parametrize("abort", [httpx.Response(200), httpx.Response(500), httpx.ConnectError("gone"), hang])
-def test_a_cancelled_generation_is_aborted_within_a_bound(abort: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "ABORT_TIMEOUT_S", 0.1)
-    server = Server(generate=hang, abort_request=abort)
-
-    async def calls(client: EngineClient) -> float:
-        task = asyncio.ensure_future(client.generate(REQUEST))
-        while not server.asked:
-            await asyncio.sleep(0)
-        started = time.monotonic()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return time.monotonic() - started
-
-    assert run(server, calls) < 3
-    # Aborted before the cancelled call ends: the next request may have the same id.
-    assert server.asked[1:] == [("POST", "/abort_request", {"rid": "r7"})]
-
-
-def test_nothing_caps_the_requests_in_flight() -> None:
-    """Over real connections: httpx alone would keep the 101st waiting, and a server with 100 in flight would starve."""
-    count = 300
-
-    async def test() -> int:
-        everyone = asyncio.Event()
-        arrived = 0
-
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal arrived
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-            await reader.readexactly(length)
-            arrived += 1
-            if arrived == count:
-                everyone.set()
-            await everyone.wait()
-            body = json.dumps(sample([5], [-1])).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
-            await writer.drain()
-            writer.close()
-
-        server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=count)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        client = EngineClient(url, timeout_s=20, control_timeout_s=5)
-        requests = [GenerateRequest(f"r{i}", [3], max_new_tokens=1, temperature=1.0) for i in range(count)]
-        answers = await asyncio.gather(*(client.generate(request) for request in requests))
-        await client.aclose()
-        server.close()
-        return sum(len(samples) for samples in answers)
-
-    assert asyncio.run(asyncio.wait_for(test(), 30)) == count

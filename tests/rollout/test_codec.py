@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,11 +26,12 @@ def test_blob_round_trip_with_any_mask_and_versions(data: st.DataObject) -> None
         st.lists(st.integers(0, 3), min_size=sampled, max_size=sampled)
     )
     trajectory.behaviour_logprobs = np.where(trajectory.loss_mask, np.float32(-0.25), np.float32(0)).astype(np.float32)
+    arrays: dict[str, Any] = unpack_arrays(pack_arrays(trajectory))
     back = Trajectory(
         id=trajectory.id,
         group_id=trajectory.group_id,
         reward=trajectory.reward,
-        **unpack_arrays(pack_arrays(trajectory)),
+        **arrays,
     )
     assert_same(back, trajectory)
 

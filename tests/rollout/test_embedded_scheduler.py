@@ -256,7 +256,9 @@ def test_pausing_in_mode_abort_ends_everything_and_holds_what_comes_later(tiny_m
     bench.scheduler.pause("abort")
     assert {job.rid for job in bench.scheduler.take_finished()} == {"r0", "r1", "r2"}
     assert [len(job.sequences[0].output_ids) for job in jobs] == [3, 3, 0]
-    assert {str((job.sequences[0].finish_reason or {})["type"]) for job in jobs} == {"abort"}
+    answers = [bench.protocol.answer(job)["meta_info"] for job in jobs]
+    assert [answer["finish_reason"]["type"] for answer in answers] == ["abort"] * 3
+    assert [answer["weight_versions"] for answer in answers] == [[{"version": "0.0", "start": 0, "end": 3}]] * 2 + [[]]
     later = bench.submit([5], "later", max_new_tokens=2)
     bench.steps(3)
     assert later.unfinished == 1 and later.sequences[0].output_ids == []

@@ -194,9 +194,8 @@ def test_control_calls_are_answered_while_it_computes(url: str) -> None:
         assert not answer.done()
         post(url, "abort_request", {"abort_all": True})
         answers = answer.result().json()
-    assert {one["meta_info"]["finish_reason"]["type"] for one in answers} == {"abort", "length"} or {
-        one["meta_info"]["finish_reason"]["type"] for one in answers
-    } == {"abort"}
+    assert len(answers) == 64
+    assert all(one["meta_info"]["finish_reason"]["type"] == "abort" for one in answers[4:]), "four run at once"
 
 
 def test_the_bundled_model_speaks_text(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""The pool: spreading, fencing, retries, loading weights in the order that survives; the publisher's choice of versions."""
+"""The pool: spreading, fencing, retries, loading weights in the order that survives."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,25 +13,11 @@ from m2po_megatron.rollout.changes import Changes
 from m2po_megatron.rollout.client import GenerateRequest
 from m2po_megatron.rollout.engines import EnginePool
 from m2po_megatron.rollout.errors import RolloutError
-from m2po_megatron.rollout.publishing import Publisher, next_to_load
-from tests.rollout.fake_engine import FakeClient, fake_engine
-
-
-def pool_of(count: int, control_timeout_s: float = 5.0) -> tuple[EnginePool, list[FakeClient], Changes]:
-    changes = Changes()
-    engines, clients = zip(*(fake_engine(i) for i in range(count)), strict=True)
-    return EnginePool(list(engines), 0, changes, control_timeout_s), list(clients), changes
+from tests.rollout.fake_engine import fake_engine, make_pool, run_bounded
 
 
 def request(rid: str, n: int = 2) -> GenerateRequest:
     return GenerateRequest(rid=rid, input_ids=[3], max_new_tokens=3, temperature=1.0, n=n)
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(test(), 20)
-
-    asyncio.run(bounded())
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -42,7 +28,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_requests_go_to_the_engine_with_fewest_in_flight() -> None:
     async def test() -> None:
-        pool, clients, _ = pool_of(2)
+        pool, clients, _ = make_pool(2)
         for client in clients:
             client.gate.clear()
         tasks = [asyncio.ensure_future(pool.generate(request(f"r{i}", n=4 if i == 0 else 1))) for i in range(5)]
@@ -55,12 +41,12 @@ def test_requests_go_to_the_engine_with_fewest_in_flight() -> None:
         assert [e.in_flight for e in pool.engines] == [0, 0]
         assert [e.generated_tokens for e in pool.engines] == [12, 12]
 
-    run(test)
+    run_bounded(test)
 
 
 def test_a_failed_engine_is_fenced_and_its_requests_go_on_elsewhere_under_the_same_ids() -> None:
     async def test() -> None:
-        pool, clients, _ = pool_of(2)
+        pool, clients, _ = make_pool(2)
         clients[0].failing = {"generate", "model_info"}
         samples = await pool.generate(request("r0"))
         assert len(samples) == 2
@@ -70,12 +56,12 @@ def test_a_failed_engine_is_fenced_and_its_requests_go_on_elsewhere_under_the_sa
         assert clients[0].rids == ["r0"]  # nothing more is sent to it
         assert [e.generated_tokens for e in pool.engines] == [0, 12]
 
-    run(test)
+    run_bounded(test)
 
 
 def test_fencing_gives_up_hanging_requests_at_once() -> None:
     async def test() -> None:
-        pool, clients, _ = pool_of(2)
+        pool, clients, _ = make_pool(2)
         clients[0].gate.clear()
         task = asyncio.ensure_future(pool.generate(request("r0")))
         await until(lambda: clients[0].rids == ["r0"])
@@ -84,12 +70,12 @@ def test_fencing_gives_up_hanging_requests_at_once() -> None:
         assert clients[0].answered == {}
         assert clients[1].answered == {"r0": 1}
 
-    run(test)
+    run_bounded(test)
 
 
 def test_one_failed_request_of_a_healthy_engine_does_not_cost_the_engine() -> None:
     async def test() -> None:
-        pool, clients, _ = pool_of(2)
+        pool, clients, _ = make_pool(2)
         clients[0].failing = {"generate"}
         await pool.generate(request("r0"))
         assert [e.alive for e in pool.engines] == [True, True]
@@ -103,24 +89,24 @@ def test_one_failed_request_of_a_healthy_engine_does_not_cost_the_engine() -> No
         await asyncio.gather(blocked, return_exceptions=True)
         assert pool.engines[1].in_flight == 0
 
-    run(test)
+    run_bounded(test)
 
 
 def test_a_request_that_the_engine_refuses_costs_no_engine() -> None:
     async def test() -> None:
-        pool, clients, _ = pool_of(2)
+        pool, clients, _ = make_pool(2)
         clients[0].refusing = True
         with pytest.raises(RolloutError, match="request r0 was refused: engine http://fake-0: generate: HTTP 400"):
             await pool.generate(request("r0"))
         assert [e.alive for e in pool.engines] == [True, True]
         assert clients[1].rids == []  # it would say the same
 
-    run(test)
+    run_bounded(test)
 
 
 def test_no_engine_left_names_each_and_its_log() -> None:
     async def test() -> None:
-        pool, clients, _ = pool_of(2)
+        pool, clients, _ = make_pool(2)
         pool.engines[1].log_path = Path("/run/logs/engine-1.log")
         for client in clients:
             client.failing = {"generate", "model_info"}
@@ -130,19 +116,19 @@ def test_no_engine_left_names_each_and_its_log() -> None:
             await pool.generate(request("r0"))
         assert pool.loaded_version() is None
 
-    run(test)
+    run_bounded(test)
 
 
 def test_loading_pauses_flushes_updates_verifies_and_continues() -> None:
     async def test() -> None:
-        pool, clients, _ = pool_of(2)
+        pool, clients, _ = make_pool(2)
         await pool.load("/weights", 5)
         order = ["pause_generation", "flush_cache", "update_weights_from_disk", "model_info", "continue_generation"]
         assert [c.calls for c in clients] == [order, order]
         assert [c.label for c in clients] == ["0.5", "0.5"]
         assert pool.loaded_version() == 5
 
-    run(test)
+    run_bounded(test)
 
 
 @pytest.mark.parametrize(
@@ -151,37 +137,37 @@ def test_loading_pauses_flushes_updates_verifies_and_continues() -> None:
 @pytest.mark.parametrize("how", ["failing", "hanging"])
 def test_an_engine_that_fails_to_load_is_fenced_and_never_left_paused(call: str, how: str) -> None:
     async def test() -> None:
-        pool, clients, _ = pool_of(2, control_timeout_s=0.05)
+        pool, clients, _ = make_pool(2, control_timeout_s=0.05)
         getattr(clients[0], how).add(call)
         await pool.load("/weights", 5)
         assert [e.alive for e in pool.engines] == [False, True]
         assert pool.loaded_version() == 5
         assert clients[0].calls[-1] == "continue_generation"
 
-    run(test)
+    run_bounded(test)
 
 
 def test_an_engine_that_says_another_version_than_it_was_given_is_fenced() -> None:
     async def test() -> None:
-        pool, clients, _ = pool_of(2)
+        pool, clients, _ = make_pool(2)
         clients[1].said_version = "0.4"
         await pool.load("/weights", 5)
         assert [e.alive for e in pool.engines] == [True, False]
         assert "says version '0.4' after loading '0.5'" in str(pool.engines[1].fenced_because)
 
-    run(test)
+    run_bounded(test)
 
 
 def test_loaded_version_is_the_oldest_over_the_living() -> None:
     async def test() -> None:
-        pool, _, _ = pool_of(3)
+        pool, _, _ = make_pool(3)
         for engine, version in zip(pool.engines, (4, 2, 3), strict=True):
             engine.version = version
         assert pool.loaded_version() == 2
         pool.fence(pool.engines[1], "a test")
         assert pool.loaded_version() == 3
 
-    run(test)
+    run_bounded(test)
 
 
 def test_a_process_that_ends_is_noticed() -> None:
@@ -194,7 +180,7 @@ def test_a_process_that_ends_is_noticed() -> None:
         assert "ended with exit code 7" in str(engine.fenced_because)
         await pool.close()
 
-    run(test)
+    run_bounded(test)
 
 
 def test_close_ends_processes_and_clients() -> None:
@@ -206,104 +192,4 @@ def test_close_ends_processes_and_clients() -> None:
         assert engine.process.returncode == -15
         assert engine.alive and client.closed
 
-    run(test)
-
-
-@pytest.mark.parametrize(
-    ("pending", "held", "loaded", "expected"),
-    [
-        ([], [], 3, None),
-        ([4, 5, 6], [], 3, 6),
-        ([3], [], 3, None),
-        ([4, 5], [3], 3, None),  # being served
-        ([4, 5], [2], 3, None),  # overtaken before it began: served at 3
-        ([4, 5, 6], [5], 3, 5),
-        ([4, 6], [5], 3, 4),
-        ([6, 7], [5], 3, 6),  # 5 is not to be had any more: the next one
-        ([4, 5, 6], [6, 5], 3, 5),
-        ([4, 5, 6], [6, 3], 3, None),
-    ],
-)
-def test_next_to_load(pending: list[int], held: list[int], loaded: int, expected: int | None) -> None:
-    assert next_to_load(pending, held, loaded) == expected
-
-
-def test_the_newest_publication_wins_and_a_hold_keeps_its_version(tmp_path: Path) -> None:
-    async def test() -> None:
-        pool, clients, changes = pool_of(1)
-        publisher = Publisher(pool, 0, changes)
-        loop = asyncio.ensure_future(publisher.run())
-        publisher.publish(str(tmp_path), 1)
-        publisher.publish(str(tmp_path), 2)
-        await changes.wait_until(lambda: pool.loaded_version() == 2)
-        assert clients[0].calls.count("update_weights_from_disk") == 1
-        async with publisher.hold() as version:
-            assert version == 2
-            publisher.publish(str(tmp_path), 3)
-            for _ in range(50):
-                await asyncio.sleep(0)
-            assert pool.loaded_version() == 2
-        await changes.wait_until(lambda: pool.loaded_version() == 3)
-        loop.cancel()
-
-    run(test)
-
-
-def test_a_hold_on_a_coming_version_gets_exactly_that(tmp_path: Path) -> None:
-    async def test() -> None:
-        pool, _, changes = pool_of(1)
-        publisher = Publisher(pool, 0, changes)
-        seen: list[int] = []
-
-        async def evaluate() -> None:
-            async with publisher.hold(2) as version:
-                seen.append(version)
-                await asyncio.sleep(0)
-                assert pool.loaded_version() == version
-
-        waiting = asyncio.ensure_future(evaluate())
-        loop = asyncio.ensure_future(publisher.run())
-        for version in (1, 2, 3):
-            publisher.publish(str(tmp_path), version)
-            await asyncio.sleep(0)
-        await waiting
-        await changes.wait_until(lambda: pool.loaded_version() == 3)
-        assert seen == [2]
-        loop.cancel()
-
-    run(test)
-
-
-def test_a_hold_on_weights_that_vanished_is_an_error_and_the_next_are_loaded(tmp_path: Path) -> None:
-    async def test() -> None:
-        pool, clients, changes = pool_of(1)
-        publisher = Publisher(pool, 0, changes)
-        vanishing = tmp_path / "v1"
-        vanishing.mkdir()
-        publisher.publish(str(vanishing), 1)
-        vanishing.rmdir()
-        loop = asyncio.ensure_future(publisher.run())
-        with pytest.raises(RolloutError, match="version 1 will not be loaded: its published weights are gone"):
-            async with publisher.hold(1):
-                pass
-        assert clients[0].calls == [] and pool.engines[0].alive
-        publisher.publish(str(tmp_path), 2)
-        async with publisher.hold(1) as version:
-            assert version == 2
-        loop.cancel()
-
-    run(test)
-
-
-def test_bad_publications(tmp_path: Path) -> None:
-    async def test() -> None:
-        pool, _, changes = pool_of(1)
-        publisher = Publisher(pool, 4, changes)
-        publisher.publish(str(tmp_path), 4)  # what is loaded already: nothing to do
-        assert publisher.pending == []
-        with pytest.raises(RolloutError, match="version 3 was published after version 4"):
-            publisher.publish(str(tmp_path), 3)
-        with pytest.raises(RolloutError, match=r"absent \(version 5\) are not a directory"):
-            publisher.publish(str(tmp_path / "absent"), 5)
-
-    run(test)
+    run_bounded(test)

@@ -54,11 +54,11 @@ def client(url: str) -> EngineClient:
     return EngineClient(url, timeout_s=30, control_timeout_s=10)
 
 
-def start(job: RolloutJob, check: Callable[[list[Engine]], None], **settings: int) -> None:
+def start(job: RolloutJob, check: Callable[[list[Engine]], None]) -> None:
     """Start engines, look at them, end them."""
 
     async def run() -> None:
-        engines = await start_engines(RolloutSettings(engine_start_timeout_s=60, **settings), job, client)
+        engines = await start_engines(RolloutSettings(engine_start_timeout_s=60), job, client)
         try:
             check(engines)
         finally:

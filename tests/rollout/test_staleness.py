@@ -84,7 +84,9 @@ def simulate(schedule: Schedule, batches: int, engines: int, seed: int) -> int:
     engine_versions = [0] * engines
     target = 0  # the newest published version
     version, batch, left_in_batch = 0, 0, 0
-    next_position, running, ready, worst = 0, {}, {}, 0
+    next_position, worst = 0, 0
+    running: dict[int, int] = {}
+    ready: dict[int, int] = {}
     while batch < batches:
         events = []
         may_start = refusal(
