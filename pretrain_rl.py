@@ -16,8 +16,9 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from m2po_megatron import cpu
+from m2po_megatron import console, cpu
 
+console.set_up_console()
 cpu.install()  # before anything imports megatron-core; does nothing where there is a GPU
 
 import torch.distributed as dist  # noqa: E402
@@ -45,14 +46,14 @@ def main(argv: list[str] | None = None) -> int:
         policy, position = start_policy(settings, world)
         feed = start_rollouts(settings, world, policy, position, stop)
     except ValueError as error:
-        return report_error(error)
+        return console.report_error(error)
     announce(settings, world, policy, position)
     with feed, open_metrics(settings, world, position) as metrics:
         train(settings, world, policy, position, feed, metrics)
         if settings.run.save:
             save_checkpoint(policy, settings.run.save, position)
     if feed.failure:
-        return report_error(RuntimeError(feed.failure))
+        return console.report_error(RuntimeError(feed.failure))
     dist.destroy_process_group()
     return 0
 
@@ -135,13 +136,6 @@ def engine_floor(settings: Settings, world: World, policy: Policy, feed: Rollout
 def due(interval: int, version: int, settings: Settings) -> bool:
     """Whether an interval counted in updates ended within the batch that ends at `version`."""
     return interval > 0 and version // interval > (version - settings.rollout.updates_per_batch) // interval
-
-
-def report_error(error: Exception) -> int:
-    """One clear line from one rank; the exit code tells the launcher."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"pretrain_rl.py: error: {error}", file=sys.stderr, flush=True)
-    return 2 if isinstance(error, ValueError) else 1
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def run_updates(rank: int, layouts: list[Layout], model_path: str, reference_pat
         parallel_state.destroy_model_parallel()
 
 
-def build(layout: Layout, model_path: str):
+def build(layout: Layout, model_path: str, lr: float = 1e-9):
     from m2po_megatron.initialize import initialize
     from m2po_megatron.policy.forward import build_policy
     from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings
@@ -52,7 +52,7 @@ def build(layout: Layout, model_path: str):
     policy = build_policy(
         ModelSettings(hf_path=model_path),
         parallel,
-        OptimizerSettings(lr=1e-9, clip_grad=0.0),
+        OptimizerSettings(lr=lr, clip_grad=0.0),
         train_iters=10,
         device=world.device,
         load_weights=lambda gpt, arch: load_hf(gpt, arch, model_path),

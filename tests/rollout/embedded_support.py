@@ -29,7 +29,9 @@ def plain_model(path: str | Path) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def reference_logprobs(model: PreTrainedModel, prompt: list[int], output: list[int], temperature: float) -> torch.Tensor:
+def reference_logprobs(
+    model: PreTrainedModel, prompt: list[int], output: list[int], temperature: float
+) -> torch.Tensor:
     """float32 [len(output)]: log_softmax(logits / temperature) at the output's tokens, from one full forward pass."""
     logits = model(torch.tensor([prompt + output]), use_cache=False).logits[0].float()
     rows = logits[len(prompt) - 1 : len(prompt) + len(output) - 1] / temperature

@@ -115,7 +115,14 @@ def test_a_body_that_is_not_json_is_refused(url: str) -> None:
 
 
 def test_neutral_values_are_accepted(url: str) -> None:
-    neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop": None, "max_new_tokens": 3}
+    neutral: dict[str, Any] = {
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "stop": None,
+        "max_new_tokens": 3,
+    }
     response = post(url, "generate", generate_body(ignore_eos=True, **neutral))
     assert response.status_code == 200 and len(response.json()["output_ids"]) == 3
 
@@ -148,9 +155,7 @@ def test_an_update_without_a_pause_waits_for_what_runs(model: Path, tiny_model: 
         post(url, "slow_down", {"forward_sleep_time": 0.02})
         first = pool.submit(post, url, "generate", generate_body("first", max_new_tokens=50, ignore_eos=True))
         wait_running(url, first)
-        update = pool.submit(
-            post, url, "update_weights_from_disk", {"model_path": str(new), "weight_version": "0.1"}
-        )
+        update = pool.submit(post, url, "update_weights_from_disk", {"model_path": str(new), "weight_version": "0.1"})
         # It runs one at a time: the second can only start after the first, and so after the update.
         second = pool.submit(post, url, "generate", generate_body("second", max_new_tokens=5, ignore_eos=True))
         assert update.result().json()["success"] is True

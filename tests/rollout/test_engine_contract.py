@@ -1,5 +1,8 @@
-"""What a rollout engine must do, written against a URL: the embedded server always, a real SGLang server where one is given
-(--sglang-url and --sglang-model). SGLang serves float32 and one directory's weights; the tests put these back.
+"""What a rollout engine must do, written against a URL: the embedded server's always, a real SGLang server's where
+--sglang-url and --sglang-model (made by tests/tiny_models.py, served in float32; its weights are put back) name one.
+
+A random model, since 1e-5 is asked of long samples: on the bundled one, far behind its answers' end, transformers' own
+float32 log-probs are up to 5e-5 away from those in float64.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from m2po_megatron.rollout.client import EngineClient, EngineError, GeneratedSample, GenerateRequest, RequestRefused
-from tests.rollout.embedded_support import ARITHMETIC_MODEL, gap, plain_model, reference_logprobs, running_engine
+from tests.rollout.embedded_support import gap, plain_model, reference_logprobs, running_engine
 
 TEST_TIMEOUT_S = 60.0
 STEP_DELAY_S = 0.03
@@ -40,11 +43,14 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("contract")
     if request.param == "embedded":
-        with running_engine(ARITHMETIC_MODEL, directory / "log", "--weight-version", FIRST, "--seed", "5") as (url, _):
-            yield make_server(url, ARITHMETIC_MODEL, directory / "other")
+        model = tiny_model("llama", seed=4)
+        with running_engine(model, directory / "log", "--weight-version", FIRST, "--seed", "5") as (url, _):
+            yield make_server(url, model, directory / "other")
         return
     url, model = request.config.getoption("--sglang-url"), request.config.getoption("--sglang-model")
     served = make_server(url, Path(model), directory / "other")
@@ -108,7 +114,7 @@ def request(rid: str, prompt: list[int] = PROMPTS[0], tokens: int = 24, **fields
 
 
 async def in_flight(server: Server, *tasks: asyncio.Task[Any]) -> None:
-    """Until a slowed-down engine runs something (then it refuses to flush its cache) and has sampled a few more tokens."""
+    """Until a slowed-down engine runs something (it refuses to flush its cache) and has sampled a few tokens more."""
     while (await raw(server, "flush_cache", {})).status_code != 400:
         await nothing_ends(*tasks)
     await nothing_ends(*tasks, seconds=4 * STEP_DELAY_S)
@@ -160,7 +166,7 @@ def test_greedy_is_what_transformers_generates(server: Server) -> None:
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=1
             )
             assert sample.output_ids == made[0, len(prompt) :].tolist()
-            assert sample.finish_reason == "stop"
+            assert sample.finish_reason == ("stop" if sample.output_ids[-1] == 1 else "length")
             check(server, prompt, sample)
 
     run(server, test)

@@ -1,0 +1,38 @@
+"""What a run says on the terminal: rank 0's words, one line each, without the noise of optional parts that are missing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+# What the start-up lines say once, megatron-core and torch say many times on every rank.
+_NOISE = (
+    (UserWarning, r".*(Apex|Transformer Engine).*"),
+    (UserWarning, r"full scope is deprecated.*"),
+    (UserWarning, r"When using async grad allreduce.*"),
+    (FutureWarning, r"`torch\.distributed\.\w+` is deprecated.*"),
+)
+
+
+def is_main_process() -> bool:
+    """Whether this process will be global rank 0, known before torch.distributed is (launchers set RANK)."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def set_up_console() -> None:
+    """Log to stderr, other ranks only from WARNING on. Before megatron-core is imported: it warns while it is."""
+    for category, message in _NOISE:
+        warnings.filterwarnings("ignore", message=message, category=category)
+    level = logging.INFO if is_main_process() else logging.WARNING
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("m2po_megatron").setLevel(level)
+
+
+def report_error(error: Exception) -> int:
+    """Say the error once, not once a rank; returns the exit code: 2 for what the user must change, 1 for the rest."""
+    if is_main_process():
+        sys.stderr.write(f"pretrain_rl.py: error: {error}\n")
+        sys.stderr.flush()
+    return 2 if isinstance(error, ValueError) else 1
