@@ -26,21 +26,21 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 demo: $(STAMP)
 	rm -rf runs/demo
 	$(TRAIN2) --config $(TASK)/demo.yaml --run-dir runs/demo
-	$(BIN)/python tools/check_gain.py runs/demo --at-least 0.2 --samples 1024
 	$(BIN)/python tools/plot_run.py runs/demo
+	$(BIN)/python tools/check_gain.py runs/demo --at-least 0.2 --samples 1024
 
 demo-short: $(STAMP)
 	rm -rf runs/demo-short
 	$(TRAIN2) --config $(TASK)/demo.yaml --train-iters 80 --run-dir runs/demo-short
-	$(BIN)/python tools/check_gain.py runs/demo-short --at-least 0.1 --samples 1024
 	$(BIN)/python tools/plot_run.py runs/demo-short
+	$(BIN)/python tools/check_gain.py runs/demo-short --at-least 0.1 --samples 1024
 
 # Data parallel: here the mask's all-reduces have something to reduce.
 smoke-dp2: $(STAMP)
 	rm -rf runs/smoke-dp2
 	$(TRAIN2) --config $(TASK)/demo.yaml --tensor-model-parallel-size 1 --train-iters 20 --run-dir runs/smoke-dp2
-	$(BIN)/python tools/check_gain.py runs/smoke-dp2 --updates 20
 	$(BIN)/python tools/plot_run.py runs/smoke-dp2
+	$(BIN)/python tools/check_gain.py runs/smoke-dp2 --updates 20
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

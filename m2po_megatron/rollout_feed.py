@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -22,27 +24,39 @@ from m2po_megatron.initialize import World
 from m2po_megatron.rollout.codec import decode_batch, encode_batch
 from m2po_megatron.rollout.connection import ControllerConnection
 from m2po_megatron.rollout.errors import RolloutError
+from m2po_megatron.rollout.parentage import ask_for_death_signal
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 2.0
+SAME_SIGNAL_SECONDS = 3.0
 _WAIT, _READY, _FAILED = 0, 1, 2
 
 
 class StopSignal:
-    """Ctrl-C, SIGTERM or SIGUSR1 asks for a clean stop at the next meeting; a second one ends the process at once."""
+    """Ctrl-C, SIGTERM or SIGUSR1 asks for a clean stop at the next meeting.
+
+    Seconds later another SIGINT or SIGTERM ends the process at once; not earlier, since one Ctrl-C may arrive twice: from
+    the terminal and from the launcher.
+    """
 
     def __init__(self) -> None:
         self.requested = False
+        self._since = 0.0
 
     def install(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # Ranks must not outlive a torchrun that was killed. Other parents, such as a shell, may end before the run.
+            ask_for_death_signal()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number != signal.SIGUSR1:
+        now = time.monotonic()
+        if not self.requested:
+            self.requested, self._since = True, now
+        elif number != signal.SIGUSR1 and now - self._since > SAME_SIGNAL_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.requested = True
 
 
 class RolloutFeed:

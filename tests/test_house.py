@@ -20,6 +20,7 @@ OURS = "m2po_megatron"
 MAY_IMPORT = {
     "algo": set(),
     "kernels": set(),
+    "console": set(),
     "cpu": set(),
     "run_settings": set(),
     "data.trajectory": set(),

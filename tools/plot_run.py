@@ -26,6 +26,8 @@ from m2po_megatron.metrics import read_metrics
 
 Record = dict[str, Any]
 PARTS = ("wait", "logprob", "mask", "train", "publish")
+SMOOTHED_UPDATES = 10
+"""The pace alternates with waiting for a batch: one update's says little."""
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#999999"
 
 
@@ -71,10 +73,13 @@ def plot_second_moment(axes: Axes, updates: list[Record], threshold: float | Non
 
 
 def plot_fractions(axes: Axes, updates: list[Record]) -> None:
-    curve(axes, updates, "m2/masked_fraction", "masked", color=ORANGE)
     curve(axes, updates, "m2/trust_region_fraction", "in the trust region", color=BLUE)
     axes.set_ylim(bottom=0)
-    finish(axes, "Share of the response tokens", "fraction")
+    other = axes.twinx()  # masked tokens are few: on the same scale they would not be seen
+    curve(other, updates, "m2/masked_fraction", "masked (right scale)", color=ORANGE)
+    other.set_ylim(bottom=0)
+    other.set_ylabel("masked", color=ORANGE)
+    finish(axes, "Share of the response tokens", "in the trust region", other)
 
 
 def plot_optimizer(axes: Axes, updates: list[Record]) -> None:
@@ -93,7 +98,13 @@ def plot_time(axes: Axes, updates: list[Record]) -> None:
     axes.stackplot(versions, parts, labels=PARTS, alpha=0.5, linewidth=0)
     axes.set_ylim(bottom=0)
     other = axes.twinx()
-    curve(other, updates, "tokens_per_second", "tokens/s", color="black")
+    versions, pace = series(updates, "tokens_per_second")
+    width = min(SMOOTHED_UPDATES, len(pace))
+    if width:
+        smooth = width / np.convolve(1 / pace, np.ones(width), mode="valid")  # all their tokens over all their time
+        other.plot(
+            versions[width - 1 :], smooth, color="black", linewidth=1.2, label=f"tokens/s, mean of {width} updates"
+        )
     other.set_ylim(bottom=0)
     other.set_ylabel("tokens/s (line)")
     finish(axes, "Time of an update and pace", "seconds (areas)", other)

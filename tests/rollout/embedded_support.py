@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import subprocess
@@ -39,9 +40,11 @@ def reference_logprobs(
 
 
 def gap(values: list[float], reference: torch.Tensor) -> float:
-    """The largest absolute difference."""
+    """The largest absolute difference; a value that is not finite is no match for anything."""
     assert len(values) == len(reference) > 0
-    return float((torch.tensor(values) - reference).abs().max())
+    difference = float((torch.tensor(values) - reference).abs().max())
+    assert math.isfinite(difference)
+    return difference
 
 
 def engine_command(model: str | Path, port: int, *options: str) -> list[str]:

@@ -24,6 +24,7 @@ from m2po_megatron.data.trajectory import Trajectory
 from m2po_megatron.rollout.connection import ControllerConnection
 from m2po_megatron.rollout.errors import RolloutError
 from m2po_megatron.rollout.settings import RolloutJob, RolloutSettings, write_settings
+from tests.rollout.samples import assert_same
 from tests.tiny_models import EOS_ID
 
 WAIT_S = 60.0
@@ -189,24 +190,12 @@ def test_a_run_from_the_first_lease_to_the_last_engine(
     wait_gone(controller, *engines)
 
 
-def test_resume_with_real_processes(settings: RolloutSettings, job: RolloutJob) -> None:
-    with ControllerConnection.start(settings, job) as connection:
-        first = connection.lease(0, WAIT_S)
-        assert first is not None
-    with pytest.raises(RolloutError, match="already holds rollouts of an earlier run"):
-        ControllerConnection.start(settings, job)
-    with ControllerConnection.start(settings, replace(job, incarnation=1, resume=True)) as connection:
-        again = connection.lease(0, WAIT_S)
-        assert again is not None
-        assert [t.id for t in again.trajectories] == [t.id for t in first.trajectories]
-        assert all(
-            (a.token_ids == b.token_ids).all() for a, b in zip(again.trajectories, first.trajectories, strict=True)
-        )
-
-
-def test_a_killed_controller_is_reported_and_its_engines_end(settings: RolloutSettings, job: RolloutJob) -> None:
+def test_a_killed_controller_is_reported_its_engines_end_and_a_resume_loses_nothing(
+    settings: RolloutSettings, job: RolloutJob
+) -> None:
     with ControllerConnection.start(settings, job) as connection:
         controller, (engine,) = processes(connection, job)
+        first = lease(connection, 0)
         os.kill(controller, signal.SIGINT)  # is ignored
         assert connection.status()["engines"][0]["alive"]
         os.kill(controller, signal.SIGKILL)
@@ -214,6 +203,15 @@ def test_a_killed_controller_is_reported_and_its_engines_end(settings: RolloutSe
             with pytest.raises(RolloutError, match=r"died with exit code -9; log: .*controller\.log"):
                 connection.lease(0, 1)
         wait_gone(engine)
+    with pytest.raises(RolloutError, match="already holds rollouts of an earlier run"):
+        ControllerConnection.start(settings, job)
+    with ControllerConnection.start(settings, replace(job, incarnation=1, resume=True)) as connection:
+        again = lease(connection, 0)
+        assert [t.id for t in again] == [t.id for t in first]
+        for one, other in zip(again, first, strict=True):
+            assert_same(one, other)
+        processes_then = processes(connection, job)
+    wait_gone(processes_then[0], *processes_then[1])
 
 
 def test_a_killed_trainer_leaves_nobody_behind(settings: RolloutSettings, job: RolloutJob, tmp_path: Path) -> None:

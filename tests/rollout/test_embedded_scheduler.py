@@ -58,6 +58,7 @@ def prompts(count: int, seed: int = 0, longest: int = 12) -> list[list[int]]:
 
 def worst_gap(path: Path, sequences: list[Sequence]) -> float:
     model = plain_model(path)
+    assert [sequence.job.error for sequence in sequences if sequence.job.error] == []
     return max(
         gap(s.logprobs, reference_logprobs(model, s.prompt.ids, s.output_ids, s.temperature or 1.0)) for s in sequences
     )
@@ -152,6 +153,7 @@ def test_retracted_sequences_keep_their_tokens_and_go_on_under_new_weights(tiny_
     bench.scheduler.pause("retract")
     bench.steps(3)
     assert [len(job.sequences[0].output_ids) for job in jobs] == [5, 5, 5, 0, 0], "nothing is sampled while paused"
+    assert [sequence.job.rid for sequence in bench.scheduler.waiting] == ["r0", "r1", "r2", "r3", "r4"]
     bench.load(new, "0.1")
     bench.scheduler.resume()
     bench.finish()
@@ -304,19 +306,19 @@ def test_input_logprobs_are_at_temperature_1_from_the_start_asked_for(tiny_model
 
 def test_broken_weights_fail_requests_by_their_version_and_leave_no_trace(tiny_model: MakeModel) -> None:
     good = tiny_model("llama")
-    bench = Bench(good)
+    bench = Bench(good, max_running=4)
     bench.submit(prompts(1, longest=30)[0] * 3, "warm", max_new_tokens=30, n=4)
     bench.finish()
     with torch.no_grad():
         bench.engine.model.model.layers[0].self_attn.v_proj.weight[0, 0] = float("nan")
     bench.scheduler.load_weights(lambda: None, "0.7")
-    broken = bench.submit([5, 6, 7] * 8, "broken", max_new_tokens=30, n=4)
-    assert bench.finish() == [broken]
+    broken = bench.submit([5, 6, 7] * 8, "broken", max_new_tokens=30, n=6)
+    assert bench.finish() == [broken], "once, also with samples still waiting"
     assert broken.error is not None and broken.error.status == 500
     assert "request broken: the logits are not finite under weight version 0.7" in broken.error.message
     bench.load(good, "0.8")
-    # In the rows where the NaN lay: short ones first, so that the old positions are only masked, not overwritten.
-    jobs = [bench.submit([5 + i], f"r{i}", max_new_tokens=4 + 30 * (i % 2)) for i in range(4)]
+    # Short ones in the rows where the NaN lay: next to a long one, its old positions are masked, not overwritten.
+    jobs = [bench.submit([5 + i] * (1 + 39 * (i == 3)), f"r{i}", max_new_tokens=10) for i in range(4)]
     bench.finish()
     assert worst_gap(good, [job.sequences[0] for job in jobs]) <= 1e-5
 

@@ -177,17 +177,20 @@ def wait_running(url: str, answer: Future[httpx.Response]) -> None:
         assert time.monotonic() < deadline and not answer.done()
 
 
-def test_a_client_that_hangs_up_frees_its_place(model: Path, tmp_path: Path) -> None:
-    with running_engine(model, tmp_path / "log") as (url, _), ThreadPoolExecutor(1) as pool:
-        post(url, "slow_down", {"forward_sleep_time": 0.05})
-        body = generate_body("long", max_new_tokens=400, ignore_eos=True)
-        gone = pool.submit(post, url, "generate", body, 0.7)
-        wait_running(url, gone)
-        with pytest.raises(httpx.ReadTimeout):
-            gone.result()
-        deadline = time.monotonic() + 5  # the 400 tokens would take 20 s
+def test_a_client_that_hangs_up_frees_its_place(url: str) -> None:
+    post(url, "slow_down", {"forward_sleep_time": 0.05})
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            body = generate_body("long", max_new_tokens=400, ignore_eos=True)
+            gone = pool.submit(post, url, "generate", body, 0.7)
+            wait_running(url, gone)
+            with pytest.raises(httpx.ReadTimeout):
+                gone.result()
+        deadline = time.monotonic() + 8  # the 400 tokens would take 20 s
         while post(url, "flush_cache").status_code != 200:
             assert time.monotonic() < deadline, "the request of a client that is gone still runs"
+    finally:
+        post(url, "slow_down", {"forward_sleep_time": None})
 
 
 def test_control_calls_are_answered_while_it_computes(url: str) -> None:

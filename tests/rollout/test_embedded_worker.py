@@ -24,8 +24,12 @@ class Setting:
         self.engine = EngineModel(load_model(path, torch.float32), 0)
         self.scheduler = Scheduler(self.engine, 2, "0.0")
         self.finished: queue.Queue[Job] = queue.Queue()
-        self.worker = Worker(self.scheduler, lambda jobs: [self.finished.put(job) for job in jobs] and None)
+        self.worker = Worker(self.scheduler, self._deliver)
         self.protocol = GenerateProtocol(self.engine.vocab_size, self.engine.context_length, (), None)
+
+    def _deliver(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            self.finished.put(job)
 
     def submit(self, rid: str, tokens: int) -> Job:
         body = {"rid": rid, "input_ids": [5, 6], "sampling_params": {"max_new_tokens": tokens}, "return_logprob": True}
@@ -52,14 +56,15 @@ def test_a_call_gets_its_result_or_its_exception_and_the_thread_lives_on(setting
 
 def test_a_call_when_idle_waits_for_the_running_and_goes_before_the_waiting(setting: Setting) -> None:
     setting.worker.set_step_delay(0.01)
-    jobs = [setting.submit(rid, 20) for rid in ("a", "b", "c")]
+    jobs = [setting.submit(rid, 100) for rid in ("a", "b", "c")]
+    while setting.worker.call(lambda: len(setting.scheduler.running)).result(TIMEOUT_S) < 2:
+        assert setting.finished.empty()
 
     def relabel() -> list[int]:
         setting.scheduler.load_weights(lambda: None, "0.1")
         return [len(job.sequences[0].output_ids) for job in jobs]
 
-    setting.worker.call(lambda: None).result(TIMEOUT_S)
-    assert setting.worker.call_when_idle(relabel).result(TIMEOUT_S) == [20, 20, 0]
+    assert setting.worker.call_when_idle(relabel).result(TIMEOUT_S) == [100, 100, 0]
     assert [setting.finished.get(timeout=TIMEOUT_S).rid for _ in jobs] == ["a", "b", "c"]
     assert [job.sequences[0].version_spans()[0]["version"] for job in jobs] == ["0.0", "0.0", "0.1"]
 
