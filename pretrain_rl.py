@@ -21,15 +21,13 @@ from m2po_megatron import console, cpu
 console.set_up_console()
 cpu.install()  # before anything imports megatron-core; does nothing where there is a GPU
 
-import torch.distributed as dist  # noqa: E402
-
 from m2po_megatron.algo.advantage import group_advantages  # noqa: E402
 from m2po_megatron.arguments import Settings, parse_arguments  # noqa: E402
 from m2po_megatron.checkpoint import RunPosition, save_checkpoint  # noqa: E402
 from m2po_megatron.data.packing import MicroBatch, pack  # noqa: E402
 from m2po_megatron.data.trajectory import Batch, Trajectory  # noqa: E402
 from m2po_megatron.evaluate import evaluate  # noqa: E402
-from m2po_megatron.initialize import World, initialize  # noqa: E402
+from m2po_megatron.initialize import World, initialize, shut_down  # noqa: E402
 from m2po_megatron.metrics import MetricsWriter, rollout_metrics  # noqa: E402
 from m2po_megatron.policy.forward import Policy  # noqa: E402
 from m2po_megatron.rollout_feed import RolloutFeed, StopSignal  # noqa: E402
@@ -46,16 +44,15 @@ def main(argv: list[str] | None = None) -> int:
         policy, position = start_policy(settings, world)
         feed = start_rollouts(settings, world, policy, position, stop)
     except ValueError as error:
+        shut_down()
         return console.report_error(error)
     announce(settings, world, policy, position)
     with feed, open_metrics(settings, world, position) as metrics:
         train(settings, world, policy, position, feed, metrics)
         if settings.run.save:
             save_checkpoint(policy, settings.run.save, position)
-    if feed.failure:
-        return console.report_error(RuntimeError(feed.failure))
-    dist.destroy_process_group()
-    return 0
+    shut_down()
+    return console.report_error(RuntimeError(feed.failure)) if feed.failure else 0
 
 
 def train(

@@ -100,3 +100,9 @@ def initialize(parallel: ParallelSettings, seed: int) -> World:
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
     )
+
+
+def shut_down() -> None:
+    """Leave the job, if it was joined: without it the process may abort at its end, whatever its exit code was to be."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

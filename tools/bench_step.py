@@ -183,8 +183,8 @@ def main() -> int:
         mp.spawn(run_rank, args=(folder, arguments), nprocs=2)
         result = json.loads(Path(folder, "result.json").read_text())
     print(
-        f"{result['layout']} on 2 gloo ranks, {os.cpu_count()} cores, torch {torch.__version__}: {result['tokens']:,} tokens in "
-        f"{result['micro_batches']} micro-batches a rank\n"
+        f"{result['layout']} on 2 gloo ranks, {os.cpu_count()} cores, torch {torch.__version__}: "
+        f"{result['tokens']:,} tokens in {result['micro_batches']} micro-batches a rank\n"
         f"trainer {result['trainer_ms']:.1f} ms, bare megatron-core loop {result['bare_ms']:.1f} ms: {result['ratio']:.3f}x"
     )
     if arguments.output:

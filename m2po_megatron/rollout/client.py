@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class ModelInfo:
 
 
 class EngineClient:
-    """A client for one engine; to be used on one event loop and closed with `aclose`."""
+    """A client for one engine; to be made and used on one running event loop and closed with `aclose`."""
 
     def __init__(
         self,
@@ -111,20 +112,19 @@ class EngineClient:
         timeout_s: float,
         control_timeout_s: float,
         api_key: str | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`timeout_s` bounds one generation and `control_timeout_s` any other call; `api_key` goes into the Authorization
-        header and nowhere else; `transport` replaces the network."""
+        header and nowhere else."""
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._control_timeout_s = control_timeout_s
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
+        self._http = aiohttp.ClientSession(
+            # 0 = no limit: one on connections would cap how many rollouts run at once.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            # Calls are bounded as a whole, in `_send`; aiohttp's own limits would come before.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-            # Calls are bounded as a whole, below; a limit on connections would cap how many rollouts run at once.
-            timeout=None,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S),
-            transport=transport,
+            cookie_jar=aiohttp.DummyCookieJar(),
             # A proxy of the environment must not come between this machine and its own loopback.
             trust_env=False,
         )
@@ -187,50 +187,50 @@ class EngineClient:
         return await self._says_yes("ready")
 
     async def aclose(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def _says_yes(self, call: str) -> bool:
-        response = await self._send(call, None, self._control_timeout_s)
-        if response.status_code not in (200, 503):
-            raise self._http_error(call, response)
-        return response.status_code == 200
+        answer = await self._send(call, None, self._control_timeout_s)
+        if answer.status not in (200, 503):
+            raise self._http_error(call, answer)
+        return answer.status == 200
 
     async def _control(self, call: str, body: dict[str, Any]) -> None:
         """A control call. Some failures are answered with HTTP 200 and {"success": false}."""
-        response = await self._send(call, body, self._control_timeout_s)
-        if response.status_code != 200:
-            raise self._http_error(call, response)
+        answer = await self._send(call, body, self._control_timeout_s)
+        if answer.status != 200:
+            raise self._http_error(call, answer)
         try:
-            answer = response.json()
+            content = json.loads(answer.body)
         except ValueError:
             return  # empty, or a sentence
-        if isinstance(answer, dict) and answer.get("success") is False:
-            raise EngineError(self.url, call, f"no success: {_text(response)}")
+        if isinstance(content, dict) and content.get("success") is False:
+            raise EngineError(self.url, call, f"no success: {answer.text()}")
 
     async def _json(self, call: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
-        response = await self._send(call, body, timeout_s)
-        if response.status_code != 200:
-            raise self._http_error(call, response)
+        answer = await self._send(call, body, timeout_s)
+        if answer.status != 200:
+            raise self._http_error(call, answer)
         try:
-            return response.json()
+            return json.loads(answer.body)
         except ValueError as error:
-            raise EngineError(self.url, call, f"the answer is not JSON: {_text(response)!r}") from error
+            raise EngineError(self.url, call, f"the answer is not JSON: {answer.text()!r}") from error
 
-    async def _send(self, call: str, body: dict[str, Any] | None, timeout_s: float) -> httpx.Response:
-        """POST `body`, or GET without one."""
+    async def _send(self, call: str, body: dict[str, Any] | None, timeout_s: float) -> _Answer:
+        """POST `body`, or GET without one. Redirects are not followed: they would turn a POST into a GET."""
+        method = "GET" if body is None else "POST"
+        request = self._http.request(method, f"{self.url}/{call}", json=body, allow_redirects=False)
         try:
-            async with asyncio.timeout(timeout_s):
-                if body is None:
-                    return await self._http.get(f"/{call}")
-                return await self._http.post(f"/{call}", json=body)
+            async with asyncio.timeout(timeout_s), request as response:
+                return _Answer(response.status, await response.read())
         except TimeoutError as error:
             raise _OutOfTime(self.url, call, f"no answer within {timeout_s:g} s") from error
-        except httpx.HTTPError as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise EngineError(self.url, call, f"{type(error).__name__}: {error}") from error
 
-    def _http_error(self, call: str, response: httpx.Response) -> EngineError:
-        kind = RequestRefused if response.status_code in (400, 422) else EngineError
-        return kind(self.url, call, f"HTTP {response.status_code}: {_text(response)}")
+    def _http_error(self, call: str, answer: _Answer) -> EngineError:
+        kind = RequestRefused if answer.status in (400, 422) else EngineError
+        return kind(self.url, call, f"HTTP {answer.status}: {answer.text()}")
 
     async def _give_up(self, rid: str) -> None:
         try:
@@ -245,23 +245,43 @@ class EngineClient:
             meta = answer["meta_info"]
             rid = str(meta["id"])
             finish_reason = str(meta["finish_reason"]["type"])
-            pairs = [
-                (float("nan") if entry[0] is None else float(entry[0]), int(entry[1]))
-                for entry in meta.get("output_token_logprobs") or []
-            ]
-            output_ids = [int(token) for token in answer["output_ids"]]
+            entries = meta.get("output_token_logprobs") or []
+            logprobs = [math.nan if entry[0] is None else float(entry[0]) for entry in entries]
+            of_tokens = [int(entry[1]) for entry in entries]
+            output_ids = list(map(int, answer["output_ids"]))
             weight_versions = _labels(meta, len(output_ids))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(
                 self.url, "generate", f"unreadable sample of request {request.rid}: {type(error).__name__}: {error}"
             ) from error
-        if pairs and len(pairs) == len(output_ids) and [token for _, token in pairs] != output_ids:
+        if of_tokens and len(of_tokens) == len(output_ids) and of_tokens != output_ids:
             raise EngineError(self.url, "generate", f"the log-probs of sample {rid} are of other tokens than its own")
-        return GeneratedSample(rid, output_ids, [value for value, _ in pairs], weight_versions, finish_reason)
+        return GeneratedSample(rid, output_ids, logprobs, weight_versions, finish_reason)
 
 
 class _OutOfTime(EngineError):
     """No answer in time."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """An HTTP answer that has been read to its end."""
+
+    status: int
+    body: bytes
+
+    def text(self) -> str:
+        """What the server says went wrong, shortened."""
+        try:
+            content = json.loads(self.body)
+        except ValueError:
+            content = self.body.decode(errors="replace")
+        if isinstance(content, dict):
+            content = content.get("error") or content.get("message") or content.get("detail") or content
+        if isinstance(content, dict):
+            content = content.get("message") or content
+        text = content if isinstance(content, str) else json.dumps(content)
+        return text if len(text) <= ERROR_TEXT_LIMIT else text[:ERROR_TEXT_LIMIT] + " ..."
 
 
 def _labels(meta: dict[str, Any], tokens: int) -> list[str]:
@@ -276,17 +296,3 @@ def _labels(meta: dict[str, Any], tokens: int) -> list[str]:
             raise ValueError(f"weight version spans {spans} do not follow each other")
         labels += [str(span["version"])] * (span["end"] - span["start"])
     return labels
-
-
-def _text(response: httpx.Response) -> str:
-    """What the server says went wrong, shortened."""
-    try:
-        content = response.json()
-    except ValueError:
-        content = response.text
-    if isinstance(content, dict):
-        content = content.get("error") or content.get("message") or content.get("detail") or content
-    if isinstance(content, dict):
-        content = content.get("message") or content
-    text = content if isinstance(content, str) else json.dumps(content)
-    return text if len(text) <= ERROR_TEXT_LIMIT else text[:ERROR_TEXT_LIMIT] + " ..."

@@ -1,4 +1,4 @@
-"""The client's bounds: time limits, cancellation, and no limit on how many requests are in flight."""
+"""The client's bounds: time limits, cancellation, idle connections, and no limit on how many requests are in flight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import time
 from typing import Any
 
-import httpx
 import pytest
 
 from m2po_megatron.rollout import client as client_module
@@ -16,30 +15,29 @@ from m2po_megatron.rollout.client import (
     EngineError,
     GenerateRequest,
 )
-from tests.rollout.scripted_server import REQUEST, Server, run, sample
+from tests.rollout.scripted_server import DROP, HANG, REQUEST, Reply, Server, run, sample
 
 
-async def hang(request: httpx.Request) -> httpx.Response:
-    await asyncio.Event().wait()
-    raise AssertionError("not reached")
+SHORT_S = 0.3
+"""A time limit that a loopback call on a busy machine keeps, and a call that hangs does not."""
 
 
 def test_a_generation_out_of_time_is_aborted_at_the_engine() -> None:
-    server = Server(generate=hang, abort_request=httpx.Response(200))
-    with pytest.raises(EngineError, match="generate: no answer within 0.05 s"):
-        run(server, lambda client: client.generate(REQUEST), timeout_s=0.05)
+    server = Server(generate=HANG, abort_request=Reply(200))
+    with pytest.raises(EngineError, match="generate: no answer within 0.3 s"):
+        run(server, lambda client: client.generate(REQUEST), timeout_s=SHORT_S)
     assert server.asked[1:] == [("POST", "/abort_request", {"rid": "r7"})]
 
 
 def test_a_control_call_out_of_time_is_an_error() -> None:
-    with pytest.raises(EngineError, match="flush_cache: no answer within 0.05 s"):
-        run(Server(flush_cache=hang), lambda client: client.flush_cache(), control_timeout_s=0.05)
+    with pytest.raises(EngineError, match="flush_cache: no answer within 0.3 s"):
+        run(Server(flush_cache=HANG), lambda client: client.flush_cache(), control_timeout_s=SHORT_S)
 
 
-@pytest.mark.parametrize("abort", [httpx.Response(200), httpx.Response(500), httpx.ConnectError("gone"), hang])
+@pytest.mark.parametrize("abort", [Reply(200), Reply(500), DROP, HANG])
 def test_a_cancelled_generation_is_aborted_within_a_bound(abort: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "ABORT_TIMEOUT_S", 0.1)
-    server = Server(generate=hang, abort_request=abort)
+    monkeypatch.setattr(client_module, "ABORT_TIMEOUT_S", SHORT_S)
+    server = Server(generate=HANG, abort_request=abort)
 
     async def calls(client: EngineClient) -> float:
         task = asyncio.ensure_future(client.generate(REQUEST))
@@ -57,7 +55,7 @@ def test_a_cancelled_generation_is_aborted_within_a_bound(abort: Any, monkeypatc
 
 
 def test_nothing_caps_the_requests_in_flight() -> None:
-    """Over real connections: httpx alone would keep the 101st waiting, and a server with 100 in flight would starve."""
+    """aiohttp alone would keep the 101st waiting, and a server with 100 in flight would starve."""
     count = 300
 
     async def test() -> int:
@@ -88,3 +86,39 @@ def test_nothing_caps_the_requests_in_flight() -> None:
         return sum(len(samples) for samples in answers)
 
     assert asyncio.run(asyncio.wait_for(test(), 30)) == count
+
+
+def test_a_connection_is_used_again_and_closed_before_the_server_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded engine (aiohttp would wait 75 s, uvicorn, under SGLang, 5 s) must not be the one that closes first."""
+    assert client_module.KEEPALIVE_S < 5
+    monkeypatch.setattr(client_module, "KEEPALIVE_S", SHORT_S)
+
+    async def test() -> tuple[int, int]:
+        opened = answered = 0
+        closed = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal opened, answered
+            opened += 1
+            try:
+                while True:
+                    await reader.readuntil(b"\r\n\r\n")
+                    answered += 1
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            except asyncio.IncompleteReadError:
+                closed.set()  # by the client: this server would wait for ever
+                writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        client = EngineClient(
+            f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=5, control_timeout_s=5
+        )
+        assert await client.health() and await client.ready()
+        assert (opened, answered) == (1, 2)
+        await asyncio.wait_for(closed.wait(), 10)
+        assert await client.health()
+        await client.aclose()
+        server.close()
+        return opened, answered
+
+    assert asyncio.run(asyncio.wait_for(test(), 20)) == (2, 3)
