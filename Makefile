@@ -8,12 +8,13 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+SGLANG := .venv-sglang
 TASK := examples/arithmetic
 # One thread a process: ranks and engine share the machine's cores, and threads of several processes only disturb them.
 export OMP_NUM_THREADS := 1
 TRAIN2 := $(BIN)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 pretrain_rl.py
 
-.PHONY: install demo demo-short smoke-dp2 test check format bench bench-mask bench-step clean
+.PHONY: install demo demo-short smoke-dp2 test install-sglang test-sglang check format bench bench-mask bench-step clean
 
 install: $(STAMP)
 
@@ -45,6 +46,16 @@ smoke-dp2: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# A real SGLang server on the CPU, in an environment of its own beside .venv: its contract tests and a run of the main job.
+install-sglang: $(SGLANG)/installed
+
+$(SGLANG)/installed: tests/integration/sglang_cpu/install.sh tests/integration/sglang_cpu/requirements.txt
+	PYTHON=$(PYTHON) tests/integration/sglang_cpu/install.sh $(SGLANG) $(PIP_ARGS)
+
+test-sglang: $(STAMP) $(SGLANG)/installed
+	$(BIN)/python -m pytest -k sglang --sglang-python $(SGLANG)/bin/python \
+		tests/rollout/test_engine_contract.py tests/integration/test_sglang_run.py
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -63,5 +74,5 @@ bench-step: $(STAMP)
 	$(BIN)/python tools/bench_step.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf runs/demo runs/demo-short runs/smoke-dp2

@@ -109,9 +109,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Settings:
     parser = build_parser()
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = [flag(entry.name) for _, entry, _ in _fields()]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-        raise ValueError(f"unknown flag {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise ValueError(_unknown(unknown[0]))
     values = vars(given)
     config = values.pop("config", None)
     if config is not None:
@@ -130,14 +128,29 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Settings:
     return settings
 
 
+def _unknown(word: str) -> str:
+    if not word.startswith("-"):
+        return f"unexpected argument {word}: it belongs to no flag"
+    known = ["--config"]
+    for _, entry, hint in _fields():
+        known += [flag(entry.name)] + ([flag("no_" + entry.name)] if hint is bool else [])
+    near = difflib.get_close_matches(word.split("=")[0], known, n=1)
+    return f"unknown flag {word}" + (f"; did you mean {near[0]}?" if near else "")
+
+
 def _read_config(path: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+        content, tree = yaml.safe_load(text), yaml.compose(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: must be a mapping of flag names to values")
     fields = {entry.name: (entry, hint) for _, entry, hint in _fields()}
+    names = [str(key.value).lstrip("-").replace("-", "_") for key, _ in tree.value]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"--config {path}: {twice} is given twice")
     values = {}
     for key, value in content.items():
         name = str(key).lstrip("-").replace("-", "_")
@@ -153,47 +166,97 @@ def _convert(where: str, value: Any, hint: Any, choices: Sequence[Any] | None) -
     kind, is_list = _value_type(hint)
     if value is None and isinstance(hint, types.UnionType):
         return None
-    items = list(value) if is_list and isinstance(value, list | tuple) else [value]
+    items = list(value) if is_list and isinstance(value, list) else [value]
     try:
-        if kind is bool and not all(isinstance(item, bool) for item in items):
-            raise ValueError("true or false expected")
-        items = [kind(item) for item in items]
-    except (TypeError, ValueError) as error:
+        items = [_scalar(item, kind) for item in items]
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{where}: {value!r} is not a {kind.__name__}: {error}") from None
     if choices and not all(item in choices for item in items):
         raise ValueError(f"{where}: {value!r} is not one of {', '.join(map(str, choices))}")
     return items if is_list else items[0]
 
 
+def _scalar(value: Any, kind: Any) -> Any:
+    """`value` as YAML gave it, as `kind`; nothing is rounded or guessed. A number may be a text: YAML reads 1e-6 as one."""
+    if kind is bool and not isinstance(value, bool):
+        raise TypeError("true or false expected")
+    if kind is not bool and (isinstance(value, bool) or not isinstance(value, str | int | float)):
+        raise TypeError("one value expected")
+    if kind is str and not isinstance(value, str):
+        raise TypeError("write it in quotes")
+    if kind is int and isinstance(value, float) and not value.is_integer():
+        raise ValueError("a whole number expected")
+    return kind(value)
+
+
+_AT_LEAST_ONE = (
+    *("train_iters", "global_batch_size", "micro_batch_size", "max_tokens_per_micro_batch", "eval_samples_per_prompt"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by", "lr_decay_iters"),
+    *("distributed_timeout_minutes", "engine_floor_samples"),
+)
+_BELOW = {"adam_beta1": 1.0, "adam_beta2": 1.0, "seed": 2**32}
+
+
 def check_settings(settings: Settings) -> None:
-    """What contradicts itself is refused here, before anything is started."""
-    run, batch, loss, rollout, optimizer = settings.run, settings.batch, settings.loss, settings.rollout, settings.optimizer
+    """What contradicts itself, or names what is not there, is refused here, before anything is started."""
     if not settings.model.hf_path:
         raise ValueError("--hf-path is required: a Hugging Face directory with config, safetensors and tokenizer")
-    if math.isnan(loss.m2_threshold) or loss.m2_threshold < 0:
-        raise ValueError(f"--m2-threshold {loss.m2_threshold}: must be a number of at least 0")
-    policy_loss(loss.policy_loss)  # raises, naming the flag and the known losses
-    positive = {
-        "train_iters": run.train_iters,
-        "global_batch_size": batch.global_batch_size,
-        "micro_batch_size": batch.micro_batch_size,
-        "max_tokens_per_micro_batch": batch.max_tokens_per_micro_batch,
-        "eval_samples_per_prompt": run.eval_samples_per_prompt,
-    }
-    for name, value in positive.items():
-        if value is not None and value < 1:
+    policy_loss(settings.loss.policy_loss)  # raises, naming the flag and the known losses
+    _check_numbers(settings)
+    settings.rollout.validate()
+    _check_contradictions(settings)
+    _check_paths(settings)
+
+
+def _check_numbers(settings: Settings) -> None:
+    """No flag takes a negative number, NaN or infinity; some have a narrower range."""
+    for group, entry, hint in _fields():
+        value = getattr(getattr(settings, group), entry.name)
+        if _value_type(hint)[0] not in (int, float) or value is None:
+            continue
+        name = entry.name
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{flag(name)} {value}: must be a finite number")
+        if name in _AT_LEAST_ONE and value < 1:
             raise ValueError(f"{flag(name)} {value}: must be at least 1")
-    for name, number in {"lr": optimizer.lr, "min_lr": optimizer.min_lr, "clip_grad": optimizer.clip_grad}.items():
-        if not (math.isfinite(number) and number >= 0):
-            raise ValueError(f"{flag(name)} {number}: must be a finite number of at least 0")
-    rollout.validate()
+        if value < 0:
+            raise ValueError(f"{flag(name)} {value}: must not be negative")
+        if name in _BELOW and value >= _BELOW[name]:
+            raise ValueError(f"{flag(name)} {value}: must be below {_BELOW[name]}")
+    if settings.optimizer.adam_eps == 0:
+        raise ValueError("--adam-eps 0.0: must be above 0; where a gradient is 0 the step would be 0 / 0")
+
+
+def _check_contradictions(settings: Settings) -> None:
+    run, batch, optimizer = settings.run, settings.batch, settings.optimizer
     if batch.micro_batch_size is not None and batch.max_tokens_per_micro_batch is not None:
         raise ValueError("--micro-batch-size and --max-tokens-per-micro-batch: give one of them, not both")
-    updates = rollout.updates_per_batch
+    if optimizer.min_lr > optimizer.lr:
+        raise ValueError(f"--min-lr {optimizer.min_lr}: is above --lr {optimizer.lr}")
+    if optimizer.lr_decay_iters is not None and optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:
+        raise ValueError(
+            f"--lr-decay-iters {optimizer.lr_decay_iters}: must be above --lr-warmup-iters {optimizer.lr_warmup_iters}"
+        )
+    updates = settings.rollout.updates_per_batch
     if run.train_iters % updates:
         raise ValueError(
             f"--train-iters {run.train_iters}: must be a multiple of the {updates} updates of a batch "
             "(--rollout-batch-size / --global-batch-size)"
         )
-    if (run.save_interval or 0) > 0 and not run.save:
+    if run.save_interval and not run.save:
         raise ValueError("--save-interval: needs --save DIR")
+    if run.eval_interval and not run.eval_data:
+        raise ValueError("--eval-interval: needs --eval-data FILE")
+
+
+def _check_paths(settings: Settings) -> None:
+    run = settings.run
+    if not (Path(settings.model.hf_path) / "config.json").is_file():
+        raise ValueError(f"--hf-path {settings.model.hf_path}: no config.json there; give a Hugging Face model directory")
+    for name, path in {"prompt_data": settings.rollout.prompt_data, "eval_data": run.eval_data}.items():
+        if path and not Path(path).is_file():
+            raise ValueError(f"{flag(name)} {path}: there is no such file")
+    for name in ("run_dir", "save", "load", "tensorboard_dir"):
+        path = getattr(run, name)
+        if path and Path(path).exists() and not Path(path).is_dir():
+            raise ValueError(f"{flag(name)} {path}: is not a directory")

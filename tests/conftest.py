@@ -12,9 +12,23 @@ from tests.tiny_models import make_tiny_model
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("engines", "a real rollout engine for the contract tests")
-    group.addoption("--sglang-url", default=None, help="base URL of a running SGLang server: the contract tests run on it too")
-    group.addoption("--sglang-model", default=None, help="the Hugging Face directory that server was started with")
+    group = parser.getgroup("engines", "a real SGLang server beside the embedded engine")
+    group.addoption(
+        "--sglang-python",
+        default=None,
+        help="interpreter of an environment with SGLang (tests/integration/sglang_cpu/install.sh makes one)",
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests on SGLang exist only where it is given: a test that cannot run is not collected."""
+    return True if collection_path.name.startswith("test_sglang") and not config.getoption("--sglang-python") else None
+
+
+@pytest.fixture(scope="session")
+def sglang_python(request: pytest.FixtureRequest) -> str:
+    """The interpreter that --sglang-python names."""
+    return str(Path(request.config.getoption("--sglang-python")).absolute())
 
 
 @pytest.fixture(scope="session")

@@ -38,22 +38,24 @@ def read_architecture(hf_path: str | Path) -> Architecture:
 
     Raises ValueError that names the directory, the field and what is supported.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if not (Path(hf_path) / "config.json").is_file():
         raise ValueError(f"--hf-path {hf_path}: no config.json there; give a Hugging Face model directory")
     try:
         config = AutoConfig.from_pretrained(str(hf_path), local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
         raise ValueError(f"--hf-path {hf_path}: config.json cannot be read: {error}") from error
-    names = getattr(config, "architectures", None) or [type(config).__name__]
+    # A configuration without `architectures` is read as its kind's causal model, as transformers itself does.
+    names = getattr(config, "architectures", None) or [type(config).__name__.replace("Config", "ForCausalLM")]
     if names[0] not in SUPPORTED:
         raise ValueError(
             f"--hf-path {hf_path}: architecture {names[0]} is not supported; supported are {', '.join(SUPPORTED)}"
         )
     _refuse_unmapped(hf_path, config)
     heads = config.num_attention_heads
-    return Architecture(
+    architecture = Architecture(
         name=names[0],
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -69,6 +71,29 @@ def read_architecture(hf_path: str | Path) -> Architecture:
         qkv_bias=names[0] == "Qwen2ForCausalLM",
         qk_norm=names[0] == "Qwen3ForCausalLM",
     )
+    _check_numbers(hf_path, architecture)
+    return architecture
+
+
+def _check_numbers(hf_path: str | Path, architecture: Architecture) -> None:
+    numbers = {
+        "num_hidden_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "intermediate_size": architecture.ffn_hidden_size,
+        "num_attention_heads": architecture.num_heads,
+        "num_key_value_heads": architecture.num_key_value_heads,
+        "head_dim": architecture.head_dim,
+        "vocab_size": architecture.vocab_size,
+        "max_position_embeddings": architecture.max_positions,
+    }
+    for name, value in numbers.items():
+        if value < 1:
+            raise ValueError(f"--hf-path {hf_path}: {name} = {value} in config.json; it must be at least 1")
+    if architecture.num_heads % architecture.num_key_value_heads:
+        raise ValueError(
+            f"--hf-path {hf_path}: num_attention_heads = {architecture.num_heads} in config.json is not a multiple of "
+            f"num_key_value_heads = {architecture.num_key_value_heads}"
+        )
 
 
 def _rope_theta(config: Any) -> float:

@@ -145,7 +145,7 @@ class SingleTurn:
 
     def response_text(self, trajectory: Trajectory) -> str:
         """What the model said, without end and other special tokens."""
-        ids = [int(token) for token in trajectory.token_ids[trajectory.loss_mask]]
+        ids = trajectory.token_ids[trajectory.loss_mask].tolist()
         if ids and ids[-1] in self._model.eos_token_ids:
             ids.pop()
         return self._model.tokenizer.decode(ids, skip_special_tokens=True)
@@ -161,22 +161,26 @@ class SingleTurn:
             )
         if sample.finish_reason == "abort":
             raise UnusableSample(f"trajectory {identifier}: was aborted by the engine")
+        first, length = len(prompt_ids), len(prompt_ids) + len(said)
         trajectory = Trajectory(
             id=identifier,
             group_id=request.id,
-            token_ids=np.array([*prompt_ids, *said], dtype=np.int64),
-            loss_mask=np.array([False] * len(prompt_ids) + [True] * len(said)),
-            behaviour_logprobs=np.array([0.0] * len(prompt_ids) + list(logprobs), dtype=np.float32),
-            versions=np.array([PROMPT_VERSION] * len(prompt_ids) + self._versions(identifier, labels), dtype=np.int64),
+            token_ids=np.array(prompt_ids + said, dtype=np.int64),
+            loss_mask=np.arange(length) >= first,
+            behaviour_logprobs=np.zeros(length, dtype=np.float32),
+            versions=np.full(length, PROMPT_VERSION, dtype=np.int64),
             finish_reason=sample.finish_reason,
         )
+        trajectory.behaviour_logprobs[first:] = logprobs
+        trajectory.versions[first:] = self._versions(identifier, labels)
         try:
             trajectory.validate()
         except ValueError as error:
             raise UnusableSample(str(error)) from error
         return trajectory
 
-    def _versions(self, identifier: str, labels: list[str]) -> list[int]:
+    def _versions(self, identifier: str, labels: list[str]) -> int | list[int]:
+        """Each token's version on the current timeline; one number where, as mostly, all have the same."""
         known: dict[str, int] = {}
         for label in set(labels):
             try:
@@ -186,4 +190,6 @@ class SingleTurn:
             if incarnation > self._incarnation:
                 raise UnusableSample(f"trajectory {identifier}: weight version {label!r} is of another, later run")
             known[label] = effective_version(version, incarnation, self._starts)
+        if len(known) == 1:
+            return known[labels[0]]
         return [known[label] for label in labels]

@@ -1,5 +1,5 @@
 """What a rollout engine must do, written against a URL: the embedded server's always, a real SGLang server's where
---sglang-url and --sglang-model (made by tests/tiny_models.py, served in float32; its weights are put back) name one.
+--sglang-python names an environment that has one.
 
 A random model, since 1e-5 is asked of long samples: on the bundled one, far behind its answers' end, transformers' own
 float32 log-probs are up to 5e-5 away from those in float64.
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from m2po_megatron.rollout.client import EngineClient, EngineError, GeneratedSample, GenerateRequest, RequestRefused
 from tests.rollout.embedded_support import gap, plain_model, reference_logprobs, running_engine
+from tests.sglang_server import running_sglang
 
 TEST_TIMEOUT_S = 60.0
 STEP_DELAY_S = 0.03
@@ -52,17 +53,17 @@ def server(
         with running_engine(model, directory / "log", "--weight-version", FIRST, "--seed", "5") as (url, _):
             yield make_server(url, model, directory / "other")
         return
-    url, model = request.config.getoption("--sglang-url"), request.config.getoption("--sglang-model")
-    served = make_server(url, Path(model), directory / "other")
-    put_back(served)
-    yield served
-    put_back(served)
+    model = tiny_model("llama", seed=4)
+    with running_sglang(request.config.getoption("--sglang-python"), model, directory / "log") as url:
+        served = make_server(url, model, directory / "other")
+        name_weights(served)
+        yield served
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The SGLang half exists only where a server is given: a test that cannot run is not collected."""
     if "server" in metafunc.fixturenames:
-        kinds = ["embedded", "sglang"] if metafunc.config.getoption("--sglang-url") else ["embedded"]
+        kinds = ["embedded", "sglang"] if metafunc.config.getoption("--sglang-python") else ["embedded"]
         metafunc.parametrize("server", kinds, indirect=True, scope="module")
 
 
@@ -78,8 +79,8 @@ def make_server(url: str, model: Path, other: Path) -> Server:
     return Server(url, model, other, plain_model(model), plain_model(other))
 
 
-def put_back(server: Server) -> None:
-    """The served directory's own weights under the label FIRST."""
+def name_weights(server: Server) -> None:
+    """The served directory's own weights get the label FIRST; an SGLang server starts with one of its own."""
     body = {"model_path": str(server.model), "weight_version": FIRST}
     answer = httpx.post(f"{server.url}/update_weights_from_disk", json=body, timeout=60.0, trust_env=False)
     assert answer.status_code == 200 and answer.json()["success"] is True, answer.text

@@ -1,0 +1,175 @@
+"""The megatron-core model against transformers on the same weights, in packed rows; and what its options change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m2po_megatron import cpu
+from tests.distributed.harness import run_ranks
+from tests.tiny_models import make_tiny_model
+
+LENGTHS = [9, 1, 23, 4, 17, 2]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model of `kind` with these config fields, built with these settings of ours."""
+
+    kind: str
+    config: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+HOT_ROPE = {"rope_type": "default", "rope_theta": 300.0}
+VARIANTS = {
+    "llama": Variant("llama"),
+    "llama one kv head, tied": Variant("llama", {"num_key_value_heads": 1, "tie": True}),
+    "llama ungrouped, rope": Variant("llama", {"num_key_value_heads": 4, "rope_parameters": HOT_ROPE}),
+    "llama wide heads": Variant("llama", {"head_dim": 24}),
+    "llama padded vocabulary": Variant("llama", {"vocab_size": 37}, {"make_vocab_size_divisible_by": 16}),
+    "llama eps": Variant("llama", {"rms_norm_eps": 0.05}),
+    "qwen2": Variant("qwen2"),
+    "qwen2 tied, rope": Variant("qwen2", {"tie": True, "rope_parameters": HOT_ROPE}),
+    "qwen3": Variant("qwen3"),
+    "qwen3 wide heads, tied": Variant("qwen3", {"head_dim": 32, "tie": True}),
+    "qwen3 narrow heads, rope": Variant("qwen3", {"head_dim": 8, "rope_parameters": HOT_ROPE}),
+}
+RECOMPUTE = ("full", "selective")
+
+
+def token_ids(seed: int) -> torch.Tensor:
+    return torch.randint(0, 32, (sum(LENGTHS),), generator=torch.Generator().manual_seed(seed))
+
+
+def build(path: str, **settings: Any) -> Any:
+    from m2po_megatron.initialize import initialize
+    from m2po_megatron.policy.forward import build_policy
+    from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings
+    from m2po_megatron.weights.hf_io import load_hf
+
+    world = initialize(ParallelSettings(), seed=0)
+    return build_policy(
+        ModelSettings(hf_path=path, **settings),
+        ParallelSettings(),
+        OptimizerSettings(),
+        train_iters=1,
+        device=world.device,
+        load_weights=lambda gpt, arch: load_hf(gpt, arch, path),
+    )
+
+
+def logits_of(policy: Any, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Logits [t, V] of one packed row."""
+    from m2po_megatron.policy.attention import pack_sequences
+
+    row = pack_sequences(lengths, ids.device)
+    return policy.model(ids[None], None, None, packed_seq_params=row)[0][:, : policy.architecture.vocab_size].float()
+
+
+def gradients(policy: Any) -> dict[str, torch.Tensor]:
+    policy.model.zero_grad_buffer()
+    logits = logits_of(policy, token_ids(0), LENGTHS)
+    (torch.log_softmax(logits, -1)[torch.arange(len(logits)), token_ids(5)].mean()).backward()
+    return {name: p.main_grad.clone() for name, p in policy.gpt.named_parameters()}
+
+
+def on_one_rank(rank: int, paths: dict[str, str]) -> dict[str, Any]:
+    """Everything the tests of this file compare, from one process."""
+    cpu.install()
+    from megatron.core import parallel_state
+
+    out: dict[str, Any] = {"logits": {}, "gradients": {}}
+    for name, path in paths.items():
+        policy = build(path, **VARIANTS[name].settings)
+        with torch.no_grad():
+            out["logits"][name] = logits_of(policy, token_ids(0), LENGTHS)
+            if name == "llama":
+                out["neighbours"] = neighbours(policy)
+        parallel_state.destroy_model_parallel()
+    for granularity in (None, *RECOMPUTE):
+        out["gradients"][granularity] = gradients(build(paths["llama"], recompute_granularity=granularity))
+        parallel_state.destroy_model_parallel()
+    policy = build(paths["llama"], bf16=True)
+    out["dtypes"] = {p.dtype for p in policy.gpt.parameters()}, {p.main_grad.dtype for p in policy.gpt.parameters()}
+    with torch.no_grad():
+        out["bf16"] = logits_of(policy, token_ids(0), LENGTHS)
+    parallel_state.destroy_model_parallel()
+    return out
+
+
+def neighbours(policy: Any) -> dict[str, torch.Tensor]:
+    """Logits of the third sequence as it stands, with other neighbours, in another order, and alone."""
+    start, n = sum(LENGTHS[:2]), LENGTHS[2]
+    row, other = token_ids(0), token_ids(1)
+    mine = row[start : start + n]
+    other[start : start + n] = mine
+    pieces = list(row.split(LENGTHS))
+    order = [2, 5, 0, 4, 1, 3]
+    moved = torch.cat([pieces[i] for i in order])
+    return {
+        "as it is": logits_of(policy, row, LENGTHS)[start : start + n],
+        "other neighbours": logits_of(policy, other, LENGTHS)[start : start + n],
+        "moved": logits_of(policy, moved, [LENGTHS[i] for i in order])[:n],
+        "alone": logits_of(policy, mine, [n]),
+    }
+
+
+@pytest.fixture(scope="module")
+def model_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {
+        name: str(make_tiny_model(tmp_path_factory.mktemp("model"), kind=variant.kind, **variant.config))
+        for name, variant in VARIANTS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def found(model_paths: dict[str, str]) -> dict[str, Any]:
+    return run_ranks(on_one_rank, 1, model_paths)[0]
+
+
+def transformers_logits(path: str | Path) -> torch.Tensor:
+    """Each sequence by itself, without packing or padding."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return torch.cat([model(ids[None]).logits[0] for ids in token_ids(0).split(LENGTHS)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_equal_transformers(found: dict[str, Any], model_paths: dict[str, str], name: str) -> None:
+    expected = transformers_logits(model_paths[name])
+    assert found["logits"][name].shape == expected.shape
+    assert expected.std() > 0.3
+    assert (found["logits"][name] - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.slow
+def test_packed_sequences_do_not_see_each_other(found: dict[str, Any]) -> None:
+    logits = found["neighbours"]
+    assert torch.equal(logits["other neighbours"], logits["as it is"])
+    for name in ("moved", "alone"):
+        torch.testing.assert_close(logits[name], logits["as it is"], rtol=0, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("granularity", RECOMPUTE)
+def test_recomputation_changes_no_gradient(found: dict[str, Any], granularity: str) -> None:
+    plain, recomputed = found["gradients"][None], found["gradients"][granularity]
+    assert plain.keys() == recomputed.keys()
+    for name, gradient in plain.items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(recomputed[name], gradient, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.slow
+def test_bf16_holds_weights_in_bf16_and_gradients_in_float32(found: dict[str, Any]) -> None:
+    assert found["dtypes"] == ({torch.bfloat16}, {torch.float32})
+    error = (found["bf16"] - found["logits"]["llama"]).abs().max()
+    assert 1e-4 < error < 0.2
