@@ -32,7 +32,7 @@ demo: $(STAMP)
 
 demo-short: $(STAMP)
 	rm -rf runs/demo-short
-	$(TRAIN2) --config $(TASK)/demo.yaml --train-iters 80 --run-dir runs/demo-short
+	$(TRAIN2) --config $(TASK)/demo.yaml --train-iters 120 --run-dir runs/demo-short
 	$(BIN)/python tools/plot_run.py runs/demo-short
 	$(BIN)/python tools/check_gain.py runs/demo-short --at-least 0.1 --samples 1024
 

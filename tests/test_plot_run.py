@@ -66,7 +66,7 @@ def test_curves_carry_the_runs_numbers(run_dir: Path) -> None:
     np.testing.assert_allclose(drawn["held-out accuracy"], [[0, 0.25], [6, 0.5]])
     np.testing.assert_allclose(drawn["before the mask"][:, 1], 0.08)
     np.testing.assert_allclose(drawn["after the mask"][:, 1], 0.03)
-    np.testing.assert_allclose(drawn["engine floor"], [[3, 1e-9]])
+    np.testing.assert_allclose(drawn["engine floor (median 1e-09)"], [[3, 1e-9]])
     np.testing.assert_allclose(drawn["threshold 0.04"][:, 1], 0.04)
     assert moment.get_yscale() == "log"
     band = staleness.collections[0].get_datalim(staleness.transData)

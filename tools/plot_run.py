@@ -26,6 +26,8 @@ from m2po_megatron.metrics import read_metrics
 
 Record = dict[str, Any]
 PARTS = ("wait", "logprob", "mask", "train", "publish")
+M2_RANGE = 1e-3
+"""The lowest M2 drawn, as a share of the threshold."""
 SMOOTHED_UPDATES = 10
 """The pace alternates with waiting for a batch: one update's says little."""
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#999999"
@@ -65,10 +67,15 @@ def plot_staleness(axes: Axes, updates: list[Record]) -> None:
 def plot_second_moment(axes: Axes, updates: list[Record], threshold: float | None) -> None:
     curve(axes, updates, "m2/before", "before the mask", color=ORANGE)
     curve(axes, updates, "m2/after", "after the mask", color=BLUE)
-    curve(axes, updates, "m2/engine_floor", "engine floor", color=GREY, marker=".", linestyle="none")
+    floors = series(updates, "m2/engine_floor")[1]
+    median = f" (median {np.median(floors):.1g})" if len(floors) else ""
+    curve(axes, updates, "m2/engine_floor", "engine floor" + median, color=GREY, marker=".", linestyle="none")
     if threshold is not None:
         axes.axhline(threshold, color="black", linestyle="--", linewidth=1, label=f"threshold {threshold:g}")
     axes.set_yscale("log", nonpositive="mask")
+    if threshold:
+        # Data as fresh as the weights have an M2 of rounding alone, which would squeeze all the rest into a line.
+        axes.set_ylim(bottom=threshold * M2_RANGE)
     finish(axes, "M2 of the trust region", r"mean $(\log r)^2$")
 
 
@@ -96,7 +103,7 @@ def plot_time(axes: Axes, updates: list[Record]) -> None:
     versions = np.array([record["version"] for record in updates], dtype=np.float64)
     parts = [[record.get(f"time/{part}") or 0.0 for record in updates] for part in PARTS]
     axes.stackplot(versions, parts, labels=PARTS, alpha=0.5, linewidth=0)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.5 * axes.get_ylim()[1])  # room for the legend
     other = axes.twinx()
     versions, pace = series(updates, "tokens_per_second")
     width = min(SMOOTHED_UPDATES, len(pace))
@@ -105,12 +112,12 @@ def plot_time(axes: Axes, updates: list[Record]) -> None:
         other.plot(
             versions[width - 1 :], smooth, color="black", linewidth=1.2, label=f"tokens/s, mean of {width} updates"
         )
-    other.set_ylim(bottom=0)
+    other.set_ylim(0, 1.5 * other.get_ylim()[1])
     other.set_ylabel("tokens/s (line)")
-    finish(axes, "Time of an update and pace", "seconds (areas)", other)
+    finish(axes, "Time of an update and pace", "seconds (areas)", other, loc="upper left", ncols=3)
 
 
-def finish(axes: Axes, title: str, unit: str, twin: Axes | None = None) -> None:
+def finish(axes: Axes, title: str, unit: str, twin: Axes | None = None, **legend: Any) -> None:
     axes.set_title(title, fontsize=11)
     axes.set_xlabel("update")
     axes.set_ylabel(unit)
@@ -120,7 +127,7 @@ def finish(axes: Axes, title: str, unit: str, twin: Axes | None = None) -> None:
         more = twin.get_legend_handles_labels()
         handles, labels = handles + more[0], labels + more[1]
     if handles:
-        (twin or axes).legend(handles, labels, fontsize=8, framealpha=0.8)
+        (twin or axes).legend(handles, labels, fontsize=8, framealpha=0.8, **legend)
 
 
 def draw(

@@ -53,7 +53,7 @@ class Controller:
     """Builds the parts, runs them, ends them."""
 
     def __init__(self, settings: RolloutSettings, job: RolloutJob, client_factory: ClientFactory | None = None) -> None:
-        """`client_factory` makes an engine's client from its URL (tests put a transport in)."""
+        """`client_factory` makes an engine's client from its URL (tests put fakes in)."""
         self._settings = settings
         self._job = job
         self._client_factory = client_factory or self._default_client
@@ -255,7 +255,7 @@ def main() -> int:
     parser.add_argument("--parent-pid", type=int, default=None, help="end when this process is not the parent any more")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per request otherwise
+    logging.getLogger("aiohttp").setLevel(logging.WARNING)
     if arguments.parent_pid is not None:
         ask_for_death_signal()
     settings, job = read_settings(arguments.settings)

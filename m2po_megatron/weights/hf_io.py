@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from m2po_megatron.policy.architecture import Architecture
-from m2po_megatron.weights.hf_mapping import Row, hf_names, table
+from m2po_megatron.weights.hf_mapping import Row, hf_shapes, table
 
 _CARRIED = ("*.json", "*.jinja", "*.model", "*.txt")
 """Files of the template directory that go along with new weights: config, tokenizer, chat template."""
@@ -35,35 +35,68 @@ class HFReader:
         index = self.path / "model.safetensors.index.json"
         single = self.path / "model.safetensors"
         if index.is_file():
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self.weight_map = _read_index(index)
         elif single.is_file():
-            with safe_open(single, "pt") as file:
-                weight_map = dict.fromkeys(file.keys(), single.name)
+            self.weight_map = dict.fromkeys(_shapes_in(single), single.name)
         else:
             raise ValueError(f"{self.path}: neither model.safetensors nor model.safetensors.index.json is there")
-        self.weight_map = weight_map
 
     def get(self, name: str) -> Tensor:
         """One tensor, in the file's dtype. Raises ValueError with the name and the file."""
+        if name not in self.weight_map:
+            raise ValueError(f"{self.path}: tensor {name} is missing")
+        file = self.path / self.weight_map[name]
         try:
-            with safe_open(self.path / self.weight_map[name], "pt") as file:
-                return file.get_tensor(name)
-        except KeyError:
-            raise ValueError(f"{self.path}: tensor {name} is missing") from None
+            with safe_open(file, "pt") as tensors:
+                return tensors.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{self.path / self.weight_map[name]}: cannot read {name}: {error}") from error
+            raise ValueError(f"{file}: cannot read {name}: {error}") from error
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape, from the files' headers. Raises ValueError where a file or a promised tensor is missing."""
+        found: dict[str, tuple[int, ...]] = {}
+        for file_name in sorted(set(self.weight_map.values())):
+            promised = [name for name, holder in self.weight_map.items() if holder == file_name]
+            present = _shapes_in(self.path / file_name)
+            missing = sorted(set(promised) - present.keys())
+            if missing:
+                raise ValueError(f"{self.path / file_name}: lacks {missing[0]}, which the index says is in it")
+            found.update((name, present[name]) for name in promised)
+        return found
 
 
-def check_names(reader: HFReader, arch: Architecture) -> None:
-    """Raise ValueError unless the directory holds exactly the tensors the table speaks of: never a partial model."""
-    expected, present = hf_names(arch), set(reader.weight_map)
-    extra = {name for name in present - expected if not name.endswith("rotary_emb.inv_freq")}
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: is not an index of safetensors files: {error!r}") from error
+
+
+def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(file, "pt") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file}: is not a whole safetensors file: {error}") from error
+
+
+def check_tensors(reader: HFReader, arch: Architecture) -> None:
+    """Raise ValueError, naming tensor and file, unless the directory holds exactly the tensors the table speaks of, each
+    of its shape: never a partial model, and no tensor cut or filled up to fit."""
+    expected, present = hf_shapes(arch), reader.shapes()
+    extra = {name for name in present.keys() - expected.keys() if not name.endswith("rotary_emb.inv_freq")}
     if arch.tied_embeddings:
         extra.discard("lm_head.weight")  # some writers store the tied copy too
-    missing = expected - present
+    missing = expected.keys() - present.keys()
     if missing or extra:
         what = [f"missing {sorted(missing)[:3]}" if missing else "", f"not understood {sorted(extra)[:3]}" if extra else ""]
         raise ValueError(f"{reader.path}: does not fit {arch.name}: {'; '.join(w for w in what if w)}")
+    for name, shape in expected.items():
+        if present[name] != shape:
+            raise ValueError(
+                f"{reader.path / reader.weight_map[name]}: {name} has shape {present[name]}, but config.json makes it {shape}"
+            )
 
 
 def local_tensors(gpt: GPTModel, arch: Architecture) -> Iterator[tuple[Row, int, Tensor]]:
@@ -89,16 +122,16 @@ def load_hf(gpt: GPTModel, arch: Architecture, path: str | Path) -> None:
     Raises ValueError naming the tensor and the file for anything missing, unknown or of another shape.
     """
     reader = HFReader(path)
-    check_names(reader, arch)
+    check_tensors(reader, arch)
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     for row, layer, parameter in local_tensors(gpt, arch):
         names = [name.format(layer=layer) for name in row.hf]
         shard = row.transform.shard([reader.get(n) for n in names], rank, size, arch, parameter.size(0))
-        if shard.shape != parameter.shape:
+        if shard.shape != parameter.shape:  # the files are right: this rank was built for another layout
             raise ValueError(
                 f"{reader.path}: {', '.join(names)} gives a shard of shape {tuple(shard.shape)}, but "
-                f"{row.megatron.format(layer=layer)} is {tuple(parameter.shape)}; config.json and the weights disagree"
+                f"{row.megatron.format(layer=layer)} is {tuple(parameter.shape)}"
             )
         parameter.copy_(shard)
 
@@ -157,7 +190,8 @@ def _write_index(directory: Path) -> None:
     weight_map: dict[str, str] = {}
     total = 0
     for file in sorted(directory.glob("model-*.safetensors")):
-        total += file.stat().st_size
+        with open(file, "rb") as raw:  # a file is: the header's length in 8 bytes, the header, the tensors
+            total += file.stat().st_size - 8 - int.from_bytes(raw.read(8), "little")
         with safe_open(file, "pt") as tensors:
             weight_map.update(dict.fromkeys(tensors.keys(), file.name))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

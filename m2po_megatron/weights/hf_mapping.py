@@ -91,10 +91,11 @@ class QKV:
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron tensor and the Hugging Face tensors it is made of. `te`: its name in TransformerEngine's layer spec,
-    where that differs (there a norm is fused into the linear layer behind it)."""
+    """One Megatron tensor and the Hugging Face tensors it is made of, with their shapes. `te`: its name in
+    TransformerEngine's layer spec, where that differs (there a norm is fused into the linear layer behind it)."""
 
     hf: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
     megatron: str
     transform: Transform
     te: str = ""
@@ -113,36 +114,35 @@ _FC1 = _LAYER + "mlp.linear_fc1."
 
 def table(arch: Architecture) -> tuple[Row, ...]:
     """The rows of this architecture. The output layer has none where it is tied to the embedding."""
+    h, f, d = arch.hidden_size, arch.ffn_hidden_size, arch.head_dim
+    q, kv, vocabulary = arch.num_heads * d, arch.num_key_value_heads * d, ((arch.vocab_size, h),)
+    norm = ((h,),)
+    attention_norm, mlp_norm = (_HF + "input_layernorm.weight",), (_HF + "post_attention_layernorm.weight",)
     rows = [
-        Row(("model.embed_tokens.weight",), "embedding.word_embeddings.weight", Vocabulary()),
-        Row((_HF + "input_layernorm.weight",), _LAYER + "input_layernorm.weight", Replicated(), _QKV + "layer_norm_weight"),
-        Row(tuple(n + "weight" for n in _QKV_NAMES), _QKV + "weight", QKV()),
-        Row((_HF + "self_attn.o_proj.weight",), _LAYER + "self_attention.linear_proj.weight", InputSplit()),
-        Row(
-            (_HF + "post_attention_layernorm.weight",),
-            _LAYER + "pre_mlp_layernorm.weight",
-            Replicated(),
-            _FC1 + "layer_norm_weight",
-        ),
-        Row((_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"), _FC1 + "weight", GateUp()),
-        Row((_HF + "mlp.down_proj.weight",), _LAYER + "mlp.linear_fc2.weight", InputSplit()),
-        Row(("model.norm.weight",), "decoder.final_layernorm.weight", Replicated()),
+        Row(("model.embed_tokens.weight",), vocabulary, "embedding.word_embeddings.weight", Vocabulary()),
+        Row(attention_norm, norm, _LAYER + "input_layernorm.weight", Replicated(), _QKV + "layer_norm_weight"),
+        Row(tuple(n + "weight" for n in _QKV_NAMES), ((q, h), (kv, h), (kv, h)), _QKV + "weight", QKV()),
+        Row((_HF + "self_attn.o_proj.weight",), ((h, q),), _LAYER + "self_attention.linear_proj.weight", InputSplit()),
+        Row(mlp_norm, norm, _LAYER + "pre_mlp_layernorm.weight", Replicated(), _FC1 + "layer_norm_weight"),
+        Row((_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"), ((f, h), (f, h)), _FC1 + "weight", GateUp()),
+        Row((_HF + "mlp.down_proj.weight",), ((h, f),), _LAYER + "mlp.linear_fc2.weight", InputSplit()),
+        Row(("model.norm.weight",), norm, "decoder.final_layernorm.weight", Replicated()),
     ]
     if arch.qkv_bias:
-        rows.append(Row(tuple(n + "bias" for n in _QKV_NAMES), _QKV + "bias", QKV()))
+        rows.append(Row(tuple(n + "bias" for n in _QKV_NAMES), ((q,), (kv,), (kv,)), _QKV + "bias", QKV()))
     if arch.qk_norm:
         for p in "qk":
             name = f"self_attention.{p}_layernorm.weight"
-            rows.append(Row((f"{_HF}self_attn.{p}_norm.weight",), _LAYER + name, Replicated()))
+            rows.append(Row((f"{_HF}self_attn.{p}_norm.weight",), ((d,),), _LAYER + name, Replicated()))
     if not arch.tied_embeddings:
-        rows.append(Row(("lm_head.weight",), "output_layer.weight", Vocabulary()))
+        rows.append(Row(("lm_head.weight",), vocabulary, "output_layer.weight", Vocabulary()))
     return tuple(rows)
 
 
-def hf_names(arch: Architecture) -> set[str]:
-    """Every Hugging Face tensor name that a checkpoint of this architecture must hold."""
-    names: set[str] = set()
+def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Every Hugging Face tensor that a checkpoint of this architecture must hold, with its shape."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for row in table(arch):
-        layers = range(arch.num_layers) if row.per_layer else range(1)
-        names.update(name.format(layer=layer) for layer in layers for name in row.hf)
-    return names
+        for layer in range(arch.num_layers) if row.per_layer else range(1):
+            shapes.update((name.format(layer=layer), shape) for name, shape in zip(row.hf, row.shapes, strict=True))
+    return shapes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 
@@ -90,7 +91,7 @@ def test_the_parts_of_any_split_sum_to_the_whole(name: str) -> None:
     rng.shuffle(order)
     cuts = [0, *sorted(rng.sample(range(1, 50), 4)), 50]
     loss, sums, pieces = 0.0, dict.fromkeys(outputs.metrics, 0.0), torch.zeros_like(gradient)
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         rows = torch.tensor(order[start:end])
         part = dataclasses.replace(
             whole,

@@ -71,11 +71,15 @@ def logits_of(policy: Any, ids: torch.Tensor, lengths: list[int]) -> torch.Tenso
     return policy.model(ids[None], None, None, packed_seq_params=row)[0][:, : policy.architecture.vocab_size].float()
 
 
-def gradients(policy: Any) -> dict[str, torch.Tensor]:
+def gradients(policy: Any) -> tuple[int, dict[str, torch.Tensor]]:
+    """(how often attention ran, gradient of each parameter)"""
+    calls: list[int] = []
+    for layer in policy.gpt.decoder.layers:
+        layer.self_attention.core_attention.register_forward_hook(lambda *_: calls.append(1))
     policy.model.zero_grad_buffer()
     logits = logits_of(policy, token_ids(0), LENGTHS)
     (torch.log_softmax(logits, -1)[torch.arange(len(logits)), token_ids(5)].mean()).backward()
-    return {name: p.main_grad.clone() for name, p in policy.gpt.named_parameters()}
+    return len(calls), {name: p.main_grad.clone() for name, p in policy.gpt.named_parameters()}
 
 
 def on_one_rank(rank: int, paths: dict[str, str]) -> dict[str, Any]:
@@ -161,7 +165,8 @@ def test_packed_sequences_do_not_see_each_other(found: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("granularity", RECOMPUTE)
 def test_recomputation_changes_no_gradient(found: dict[str, Any], granularity: str) -> None:
-    plain, recomputed = found["gradients"][None], found["gradients"][granularity]
+    (once, plain), (twice, recomputed) = found["gradients"][None], found["gradients"][granularity]
+    assert twice == 2 * once > 0
     assert plain.keys() == recomputed.keys()
     for name, gradient in plain.items():
         assert gradient.abs().max() > 0
