@@ -152,24 +152,25 @@ def _find_cut(
 
     Every decision is taken on all-reduced integers, so every rank takes the same way through the collectives.
     """
-    budget = Fraction(min(threshold, 2.0**200)) * (1 << _UNIT)  # per token, in units
+    allowed, per = min(threshold, 2.0**200).as_integer_ratio()
+    allowed <<= _UNIT  # the threshold is exactly allowed / per units a token
     candidates, candidate_ids, prefix = keys, ids, 0
     cut = None
     for shift, bits in _SQUARE_DIGITS:
         counts, units, extra = _histogram(candidates, prefix, shift, bits, nonfinite, group)
         if cut is None:
             cut = _Cut(extra, sum(counts), sum(units), kept=sum(counts), kept_units=sum(units))
-            if cut.total_units <= budget * cut.total:
+            if cut.total_units * per <= allowed * cut.total:
                 return cut
             cut.kept = cut.kept_units = 0
-        digit = _pass_what_fits(cut, counts, units, budget)
+        digit = _pass_what_fits(cut, counts, units, allowed, per)
         prefix = prefix << bits | digit
         here = candidates >> shift == prefix
         candidates, candidate_ids = candidates[here], candidate_ids[here]
     assert cut is not None
     cut.key = prefix
     square = units[digit] // counts[digit]  # the last histogram's bins hold one value each
-    equals = math.floor((budget * cut.kept - cut.kept_units) / (square - budget))
+    equals = (allowed * cut.kept - cut.kept_units * per) // (square * per - allowed)
     if equals:
         cut.last_id = _nth_smallest(candidate_ids, equals, group)
         cut.kept += equals
@@ -195,19 +196,22 @@ def _histogram(
     if group is not None:
         dist.all_reduce(numbers, group=group)
     *values, extra = numbers.tolist()
-    exponents = (((prefix << bits | digit) << shift) >> 23 for digit in range(size))
-    units = [total << max(exponent, 1) - 1 for total, exponent in zip(values[size:], exponents, strict=True)]
+    first = prefix << bits
+    units = [
+        total << max((first | digit) << shift >> 23, 1) - 1 if total else 0 for digit, total in enumerate(values[size:])
+    ]
     return values[:size], units, extra
 
 
-def _pass_what_fits(cut: _Cut, counts: Sequence[int], units: Sequence[int], budget: Fraction) -> int:
-    """Add to `cut` the bins, in ascending order, with which the mean stays within the budget; the first that does not fit
-    is returned. There is one: the mean of all of them exceeds it, and prefix means never decrease."""
-    for digit, (count, total) in enumerate(zip(counts, units, strict=True)):
-        if count and cut.kept_units + total > budget * (cut.kept + count):
-            return digit
-        cut.kept += count
-        cut.kept_units += total
+def _pass_what_fits(cut: _Cut, counts: Sequence[int], units: Sequence[int], allowed: int, per: int) -> int:
+    """Add to `cut` the bins, in ascending order, with which the mean stays within allowed / per; the first that does not
+    fit is returned. There is one: the mean of all of them exceeds it, and prefix means never decrease."""
+    for digit, count in enumerate(counts):
+        if count:
+            if (cut.kept_units + units[digit]) * per > allowed * (cut.kept + count):
+                return digit
+            cut.kept += count
+            cut.kept_units += units[digit]
     raise AssertionError("prefix means decreased: the histograms of the ranks disagree")
 
 
