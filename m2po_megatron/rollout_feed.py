@@ -84,7 +84,7 @@ class RolloutFeed:
                     if answer is not None:
                         code, payload = _READY, answer
                 except RolloutError as error:
-                    code, payload = _FAILED, str(error).encode()
+                    code, payload = _FAILED, (str(error) or repr(error)).encode(errors="replace")
             control = torch.tensor([code, len(payload), int(self.stop.requested)])
             dist.all_reduce(control, op=dist.ReduceOp.MAX, group=self.world.control_group)
             code, size, stop = control.tolist()

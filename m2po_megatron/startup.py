@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from m2po_megatron.arguments import Settings
 from m2po_megatron.checkpoint import RunPosition, latest_checkpoint, load_checkpoint
+from m2po_megatron.data.prompts import read_prompts
 from m2po_megatron.initialize import World
 from m2po_megatron.metrics import MetricsWriter
 from m2po_megatron.policy.forward import Policy, build_policy
@@ -30,31 +31,35 @@ from m2po_megatron.weights.publish import replace_text, write_version
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_WORDS = 4096
-"""Bytes of an error text that reach the other ranks."""
 
 
 def together(world: World, action: Callable[[], T]) -> T:
-    """Run `action` on every rank; if it fails on any, raise ValueError with that rank's words on all of them."""
-    result, words = None, ""
+    """Run `action` on every rank; if it fails on any, raise ValueError with that rank's words on all of them.
+
+    The words are those of the first rank that failed, in full.
+    """
+    result, words = None, b""
     try:
         result = action()
     except (ValueError, RolloutError, OSError) as error:
-        words = str(error)
-    spoken = torch.zeros(_WORDS, dtype=torch.uint8)
-    raw = words.encode()[:_WORDS]
-    spoken[: len(raw)] = torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8)[: len(raw)]
-    heard = [torch.empty_like(spoken) for _ in range(world.world_size)]
-    dist.all_gather(heard, spoken, group=world.control_group)
-    for text in heard:
-        if text.any():
-            raise ValueError(bytes(text.tolist()).rstrip(b"\0").decode(errors="replace"))
+        words = (str(error) or repr(error)).encode(errors="replace")
+    sizes = torch.zeros(world.world_size, dtype=torch.int64)
+    sizes[world.rank] = len(words)
+    dist.all_reduce(sizes, group=world.control_group)
+    if sizes.any():
+        speaker = int(sizes.nonzero()[0])
+        spoken = torch.zeros(int(sizes[speaker]), dtype=torch.uint8)
+        if world.rank == speaker:
+            spoken.copy_(torch.frombuffer(bytearray(words), dtype=torch.uint8))
+        dist.broadcast(spoken, src=speaker, group=world.control_group)
+        raise ValueError(bytes(spoken.tolist()).decode())
     return result  # type: ignore[return-value]
 
 
 def start_policy(settings: Settings, world: World) -> tuple[Policy, RunPosition]:
     """The policy with its weights, and where the run stands: at version 0, or where --load's checkpoint left it."""
     run = settings.run
+    together(world, lambda: check_prompts(settings) if world.is_main else None)
     checkpoint = together(world, lambda: latest_checkpoint(run.load) if run.load else None)
     policy = together(
         world,
@@ -69,9 +74,19 @@ def start_policy(settings: Settings, world: World) -> tuple[Policy, RunPosition]
     )
     position = RunPosition(hf_path=settings.model.hf_path)
     if checkpoint is not None:
-        position = load_checkpoint(policy, checkpoint)
+        position = together(world, lambda: load_checkpoint(policy, checkpoint))
     position.incarnation = together(world, lambda: _next_incarnation(world, run.directory, position.incarnation))
     return policy, position
+
+
+def check_prompts(settings: Settings) -> None:
+    """Both files are read again where they are used; a bad line is said before weights are loaded and engines started."""
+    for flag, path in {"--prompt-data": settings.rollout.prompt_data, "--eval-data": settings.run.eval_data}.items():
+        try:
+            if path:
+                read_prompts(path)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{flag}: {error}") from error
 
 
 def _next_incarnation(world: World, run_dir: Path, saved: int) -> int:
@@ -80,7 +95,11 @@ def _next_incarnation(world: World, run_dir: Path, saved: int) -> int:
         return saved
     run_dir.mkdir(parents=True, exist_ok=True)
     counter = run_dir / "incarnation"
-    incarnation = max(int(counter.read_text()) if counter.is_file() else -1, saved - 1) + 1
+    try:
+        counted = int(counter.read_text()) if counter.is_file() else -1
+    except ValueError as error:
+        raise ValueError(f"{counter}: holds no number of the run's last start: {error}") from error
+    incarnation = max(counted, saved - 1) + 1
     replace_text(counter, str(incarnation))
     return incarnation
 

@@ -11,6 +11,7 @@ import pytest
 from m2po_megatron.arguments import Settings, build_parser, parse_arguments
 from m2po_megatron.initialize import check_layout
 from m2po_megatron.policy.settings import ParallelSettings
+from m2po_megatron.startup import check_prompts
 
 
 @pytest.fixture
@@ -193,6 +194,15 @@ def test_what_is_not_there_names_the_flag(files: Path) -> None:
     for name in ("--save", "--load", "--run-dir", "--tensorboard-dir"):
         assert f"{name} {file}: is not a directory" in refused(files, name, file)
         parse(files, name, gone)  # made when it is needed
+
+
+def test_a_bad_line_of_a_prompt_file_names_flag_file_and_line(files: Path) -> None:
+    check_prompts(parse(files))
+    bad = files / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1="}\n')
+    for name in ("--prompt-data", "--eval-data"):
+        with pytest.raises(ValueError, match=rf'^{name}: {bad}, line 2: has no "answer"'):
+            check_prompts(parse(files, name, str(bad)))
 
 
 def test_the_command_line_wins_over_the_config_file(files: Path) -> None:

@@ -59,7 +59,7 @@ def transformer_config(
         qk_layernorm=architecture.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        attention_softmax_in_fp32=model.attention_softmax_in_fp32,
+        attention_softmax_in_fp32=True,
         bf16=model.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,

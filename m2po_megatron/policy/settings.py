@@ -15,7 +15,6 @@ class ModelSettings:
     recompute_granularity: str | None = field(
         default=None, metadata={"help": "activation recomputation", "choices": ["full", "selective"]}
     )
-    attention_softmax_in_fp32: bool = field(default=True, metadata={"help": "softmax of attention in float32"})
 
 
 @dataclass

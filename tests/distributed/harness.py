@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import multiprocessing
 import os
 import time
@@ -26,7 +27,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         ends, processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(theirs, rank, world_size, folder, function, args), daemon=True)
+            # Not daemonic: saving a checkpoint starts a process of its own, which daemons may not. All are ended below.
+            process = context.Process(target=_rank, args=(theirs, rank, world_size, folder, function, args))
             process.start()
             theirs.close()
             ends.append(ours)
@@ -52,7 +54,7 @@ def _collect(ends: list[Connection], deadline: float, timeout_s: float) -> list[
         for end in ready:
             rank = ends.index(end)  # type: ignore[arg-type]
             try:
-                succeeded, value = end.recv()  # type: ignore[union-attr]
+                succeeded, value = torch.load(io.BytesIO(end.recv_bytes()), weights_only=False)  # type: ignore[union-attr]
             except EOFError:
                 raise AssertionError(f"rank {rank} ended without a result") from None
             if not succeeded:
@@ -75,7 +77,14 @@ def _rank(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=60),
         )
-        end.send((True, function(rank, *args)))
+        _send(end, True, function(rank, *args))
         torch.distributed.destroy_process_group()
     except BaseException:
-        end.send((False, traceback.format_exc()))
+        _send(end, False, traceback.format_exc())
+
+
+def _send(end: Connection, succeeded: bool, value: Any) -> None:
+    """By value: a tensor sent as it is would lie in memory of this process, which may end before it is read."""
+    buffer = io.BytesIO()
+    torch.save((succeeded, value), buffer)
+    end.send_bytes(buffer.getvalue())
