@@ -9,6 +9,7 @@ staleness bound); this loop leases a batch, takes its updates, publishes the wei
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -40,19 +41,24 @@ def main(argv: list[str] | None = None) -> int:
         settings = parse_arguments(argv)
         world = initialize(settings.parallel, settings.run.seed)
         stop = StopSignal()
-        stop.install()
         policy, position = start_policy(settings, world)
         feed = start_rollouts(settings, world, policy, position, stop)
     except ValueError as error:
         shut_down()
         return console.report_error(error)
+    except KeyboardInterrupt:
+        shut_down()
+        return console.report_stop(0, signal.SIGINT)
+    stop.install()
     announce(settings, world, policy, position)
     with feed, open_metrics(settings, world, position) as metrics:
         train(settings, world, policy, position, feed, metrics)
         if settings.run.save:
             save_checkpoint(policy, settings.run.save, position)
     shut_down()
-    return console.report_error(RuntimeError(feed.failure)) if feed.failure else 0
+    if feed.failure:
+        return console.report_error(RuntimeError(feed.failure))
+    return 0 if position.version >= settings.run.train_iters else console.report_stop(position.version, stop.number)
 
 
 def train(
@@ -66,7 +72,12 @@ def train(
         if batch is None:
             break
         wait_seconds, batch_version = time.perf_counter() - waited, position.version
-        for mini_batch, micro_batches in mini_batches(batch, settings, world, policy):
+        try:
+            updates = list(mini_batches(batch, settings, world, policy))
+        except ValueError as error:  # the same on every rank, since each plans for all; nothing of the batch is trained
+            feed.fail(str(error))
+            break
+        for mini_batch, micro_batches in updates:
             version = position.version
             report = train_update(policy, micro_batches, settings.loss, temperature=rollout.temperature, version=version)
             position.version += 1

@@ -231,6 +231,8 @@ def _check_contradictions(settings: Settings) -> None:
     run, batch, optimizer = settings.run, settings.batch, settings.optimizer
     if batch.micro_batch_size is not None and batch.max_tokens_per_micro_batch is not None:
         raise ValueError("--micro-batch-size and --max-tokens-per-micro-batch: give one of them, not both")
+    if settings.rollout.group_size == 1:
+        raise ValueError("--group-size 1: an advantage compares the samples of a group, so it needs at least 2")
     if optimizer.min_lr > optimizer.lr:
         raise ValueError(f"--min-lr {optimizer.min_lr}: is above --lr {optimizer.lr}")
     if optimizer.lr_decay_iters is not None and optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:

@@ -36,3 +36,11 @@ def report_error(error: Exception) -> int:
         sys.stderr.write(f"pretrain_rl.py: error: {error}\n")
         sys.stderr.flush()
     return 2 if isinstance(error, ValueError) else 1
+
+
+def report_stop(version: int, number: int | None) -> int:
+    """Say that the run was stopped; returns a shell's exit code for the signal (1 where another rank received it)."""
+    if is_main_process():
+        sys.stderr.write(f"stopped at update {version}\n")
+        sys.stderr.flush()
+    return 1 if number is None else 128 + number

@@ -62,6 +62,8 @@ def initialize(parallel: ParallelSettings, seed: int) -> World:
     rank = dist.get_rank() if standing else int(os.environ.get("RANK", "0"))
     check_layout(parallel, world_size)
     backend = parallel.distributed_backend
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ValueError("--distributed-backend nccl: there is no CUDA device here; use auto or gloo")
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     device = torch.device("cpu")

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from m2po_megatron.data.trajectory import Batch, Group, Prompt, Trajectory
 from m2po_megatron.initialize import World
+from m2po_megatron.parentage import ask_for_death_signal
 from m2po_megatron.rollout.codec import decode_batch, encode_batch
 from m2po_megatron.rollout.connection import ControllerConnection
 from m2po_megatron.rollout.errors import RolloutError
-from m2po_megatron.rollout.parentage import ask_for_death_signal
 
 logger = logging.getLogger(__name__)
 POLL_SECONDS = 2.0
@@ -41,19 +41,21 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.requested = False
+        self.number: int | None = None
         self._since = 0.0
-
-    def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._handle)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             # Ranks must not outlive a torchrun that was killed. Other parents, such as a shell, may end before the run.
             ask_for_death_signal()
 
+    def install(self) -> None:
+        """From now on signals ask; before, at start-up, when there is nothing to save, they end the process."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._handle)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.requested:
-            self.requested, self._since = True, now
+            self.requested, self.number, self._since = True, number, now
         elif number != signal.SIGUSR1 and now - self._since > SAME_SIGNAL_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -70,6 +72,7 @@ class RolloutFeed:
         self.stop = stop
         self.stopping = False
         self.failure: str | None = None
+        self._told_of_failures = False
 
     def wait_for(self, poll: Callable[[ControllerConnection], bytes | None]) -> bytes | None:
         """Rank 0 polls (each call at most a few seconds) until there is an answer; every rank gets it.
@@ -97,6 +100,11 @@ class RolloutFeed:
                 return None
             if code == _READY:
                 return payload
+
+    def fail(self, reason: str) -> None:
+        """Stop the run for a reason that every rank has found by itself."""
+        self.failure = reason
+        self.stopping = True
 
     def _broadcast(self, payload: bytes, size: int) -> bytes:
         buffer = torch.empty(size, dtype=torch.uint8)
@@ -155,19 +163,28 @@ class RolloutFeed:
         try:
             call(self.connection)
         except RolloutError as error:  # every rank hears of it at the next meeting, where rank 0's poll fails too
-            logger.error("%s", error)
+            logger.debug("%s", error)
 
     @property
     def loaded_version(self) -> int:
-        """The oldest version over the engines at the last lease, as rank 0 knows it (0 on other ranks)."""
-        return int(self.connection.last_lease_info.get("loaded_version", 0)) if self.connection is not None else 0
+        """The oldest version over the engines at the last lease, as rank 0 knows it; 0 on other ranks, and when no engine
+        was left (batches that were complete are still trained)."""
+        return int(self.connection.last_lease_info.get("loaded_version") or 0) if self.connection is not None else 0
 
     def counters(self) -> dict[str, float]:
-        """`rollout/dropped`: groups dropped so far, for any reason (rank 0; {} elsewhere)."""
+        """Since the run's start (rank 0; {} elsewhere): `rollout/dropped`, groups dropped for any reason, and
+        `rollout/reward_failures`, scores that failed and count as 0."""
         if self.connection is None:
             return {}
-        dropped = self.connection.last_lease_info.get("dropped", {})
-        return {"rollout/dropped": float(sum(dropped.values()))}
+        info = self.connection.last_lease_info
+        failures = info.get("reward_failures", {})
+        if failures and not self._told_of_failures:
+            self._told_of_failures = True
+            logger.warning("rewards failed and count as 0: %s; see logs/controller.log in the run's directory", failures)
+        return {
+            "rollout/dropped": float(sum(info.get("dropped", {}).values())),
+            "rollout/reward_failures": float(sum(failures.values())),
+        }
 
     def __enter__(self) -> RolloutFeed:
         return self

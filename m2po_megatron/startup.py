@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -60,7 +61,8 @@ def start_policy(settings: Settings, world: World) -> tuple[Policy, RunPosition]
     """The policy with its weights, and where the run stands: at version 0, or where --load's checkpoint left it."""
     run = settings.run
     together(world, lambda: check_prompts(settings) if world.is_main else None)
-    checkpoint = together(world, lambda: latest_checkpoint(run.load) if run.load else None)
+    together(world, lambda: check_directories(settings) if world.is_main else None)
+    checkpoint = together(world, lambda: find_checkpoint(settings))
     policy = together(
         world,
         lambda: build_policy(
@@ -77,6 +79,31 @@ def start_policy(settings: Settings, world: World) -> tuple[Policy, RunPosition]
         position = together(world, lambda: load_checkpoint(policy, checkpoint))
     position.incarnation = together(world, lambda: _next_incarnation(world, run.directory, position.incarnation))
     return policy, position
+
+
+def check_directories(settings: Settings) -> None:
+    """What is written after hours must be known to be writable now."""
+    run = settings.run
+    for flag, path in {"--run-dir": run.directory, "--save": run.save, "--tensorboard-dir": run.tensorboard_dir}.items():
+        try:
+            if path:
+                Path(path).mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=path):
+                    pass
+        except OSError as error:
+            raise ValueError(f"{flag} {path}: cannot be written: {error}") from error
+
+
+def find_checkpoint(settings: Settings) -> Path | None:
+    """The checkpoint to resume from. None without --load, and where --load is --save and holds none yet: a job that may be
+    started again at any time is given both from the beginning. Any other --load must hold one."""
+    run = settings.run
+    if not run.load:
+        return None
+    checkpoint = latest_checkpoint(run.load)
+    if checkpoint is None and not (run.save and Path(run.save).resolve() == Path(run.load).resolve()):
+        raise ValueError(f"--load {run.load}: there is no checkpoint (it may be missing only where --save is the same)")
+    return checkpoint
 
 
 def check_prompts(settings: Settings) -> None:

@@ -48,6 +48,8 @@ def _parse_row(line: bytes, default_id: str) -> Prompt:
         raise ValueError(f"is not UTF-8: {error.reason} at byte {error.start}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"is not valid JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
     if not isinstance(row, dict):
         raise ValueError(f"is not a JSON object but {type(row).__name__}")
     unknown = sorted(set(row) - {"prompt", "answer", "id"})
@@ -61,6 +63,9 @@ def _parse_row(line: bytes, default_id: str) -> Prompt:
     identifier = row.get("id", default_id)
     if isinstance(identifier, bool) or not isinstance(identifier, str | int) or identifier == "":
         raise ValueError('"id" must be a text or an integer')
+    for name, value in (("prompt", row["prompt"]), ("answer", answer), ("id", str(identifier))):
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError(f'"{name}" holds a lone surrogate (half of a \\u pair), which is no text')
     return Prompt(id=str(identifier), text=row["prompt"], answer=answer)
 
 

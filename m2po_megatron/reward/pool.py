@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import os
 import signal
 import sys
 from collections import Counter
@@ -22,6 +23,14 @@ LINE_LIMIT = 64 * 2**20
 """Bytes of the longest answer line of a worker."""
 
 
+FIRST_FAILURES = 32
+"""When as many scorings have failed and none has ever succeeded, the reward itself is taken to be broken."""
+
+
+class RewardError(ValueError):
+    """The reward is broken: every scoring so far failed. The text names --reward, the count and the last failure."""
+
+
 @dataclass(frozen=True)
 class Scoring:
     """One response to be scored; `id` is the sample's, for the log."""
@@ -34,7 +43,7 @@ class Scoring:
 
 class RewardPool:
     """Scores with the reward `name`. A reward that raises, is not finite or takes too long scores 0.0, is counted in
-    `failures` by reason ("error", "timeout") and logged with the sample's id."""
+    `failures` by reason ("error", "timeout") and logged with the sample's id. Unless nothing else ever came: see `score`."""
 
     def __init__(self, name: str, *, workers: int = 1, timeout_s: float = 30.0) -> None:
         self._name = name
@@ -44,6 +53,7 @@ class RewardPool:
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._workers: list[_Worker] = []
         self.failures: Counter[str] = Counter()
+        self._ever_scored = False
 
     async def start(self) -> None:
         """Start the workers; ValueError, with the reason, for a reward that cannot be imported."""
@@ -54,20 +64,31 @@ class RewardPool:
             self._idle.put_nowait(worker)
 
     async def score(self, scorings: list[Scoring]) -> list[float]:
-        """One reward per scoring, in order."""
+        """One reward per scoring, in order.
+
+        RewardError once at least FIRST_FAILURES scorings were made and all of them failed: zeros alone teach nothing.
+        """
         if self._function is not None:
             outcomes = await asyncio.to_thread(self._score_here, scorings)
         else:
             outcomes = await asyncio.gather(*(self._score_in_worker(scoring) for scoring in scorings))
         rewards = []
+        text = ""
         for scoring, outcome in zip(scorings, outcomes, strict=True):
             if isinstance(outcome, float):
                 rewards.append(outcome)
+                self._ever_scored = True
                 continue
             reason, text = outcome
             self.failures[reason] += 1
             logger.warning("reward %s of sample %s counts as 0: %s", self._name, scoring.id, text)
             rewards.append(0.0)
+        failed = self.failures.total()
+        if text and not self._ever_scored and failed >= FIRST_FAILURES:
+            raise RewardError(
+                f"--reward {self._name}: all of the first {failed} scorings failed, so the function is taken to be broken; "
+                f"the last one: {text}"
+            )
         return rewards
 
     async def close(self) -> None:
@@ -106,8 +127,8 @@ class RewardPool:
 
 
 class _Worker:
-    """One reward/worker.py process. It ends by itself when its stdin closes, so it cannot outlive the controller for
-    longer than one score."""
+    """One reward/worker.py process. It ends by itself when its stdin closes, and on Linux the system kills it with the
+    controller, even in the middle of a score."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -119,6 +140,7 @@ class _Worker:
             "-m",
             "m2po_megatron.reward.worker",
             self._name,
+            str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=LINE_LIMIT,
@@ -130,7 +152,7 @@ class _Worker:
             raise ValueError(f"--reward {self._name}: its process did not start ({type(error).__name__})") from error
         if "ready" not in greeting:
             await self.stop()
-            raise ValueError(f"--reward {self._name}: {greeting.get('error')}")
+            raise ValueError(str(greeting.get("error")))
 
     async def ask(self, request: dict[str, str]) -> dict[str, Any]:
         if self._process is None or self._process.stdin is None:

@@ -8,6 +8,11 @@ from collections.abc import Callable
 from m2po_megatron.reward.arithmetic import arithmetic_reward
 from m2po_megatron.reward.exact import exact_reward
 
+
+class UnknownReward(ValueError):
+    """A --reward that cannot be had; the text names the flag and its value."""
+
+
 RewardFunction = Callable[[str, str, str], float]
 """(prompt, response, answer) -> reward; response is the sampled text without special tokens."""
 
@@ -20,17 +25,17 @@ def is_built_in(name: str) -> bool:
 
 
 def reward_function(name: str) -> RewardFunction:
-    """The reward called `name`; ValueError, saying what is wrong with it, for one that cannot be had."""
+    """The reward called `name`; UnknownReward, saying what is wrong with it, for one that cannot be had."""
     if is_built_in(name):
         return BUILT_IN[name]
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
-        raise ValueError(f"--reward {name!r} is neither one of {', '.join(sorted(BUILT_IN))} nor module:function")
+        raise UnknownReward(f"--reward {name!r} is neither one of {', '.join(sorted(BUILT_IN))} nor module:function")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(f"--reward {name}: cannot import {module_name}: {error}") from error
+        raise UnknownReward(f"--reward {name}: cannot import {module_name}: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ValueError(f"--reward {name}: {module_name} has no function {function_name}")
+        raise UnknownReward(f"--reward {name}: {module_name} has no function {function_name}")
     return function  # type: ignore[no-any-return]

@@ -111,8 +111,11 @@ class ControllerConnection:
         self._call("POST", "/publish", json={"path": str(path), "version": version})
 
     def loaded_version(self) -> int:
-        """The oldest version over the living engines."""
-        return int(self.status()["loaded_version"])
+        """The oldest version over the living engines; RolloutError when none lives."""
+        loaded = self.status()["loaded_version"]
+        if loaded is None:
+            raise RolloutError(f"no rollout engine is left; see {self._log_path}")
+        return int(loaded)
 
     def wait_loaded(self, version: int, timeout_s: float) -> None:
         """Wait until every living engine has `version` or a newer one; RolloutError after `timeout_s`."""

@@ -21,6 +21,7 @@ from typing import Any
 from aiohttp import web
 
 from m2po_megatron.data.prompts import Cursor, PromptQueue, read_prompts
+from m2po_megatron.parentage import ask_for_death_signal, watch_parent
 from m2po_megatron.reward import RewardPool
 from m2po_megatron.rollout.api import build_application
 from m2po_megatron.rollout.changes import Changes
@@ -29,12 +30,11 @@ from m2po_megatron.rollout.engines import EnginePool
 from m2po_megatron.rollout.errors import RolloutError
 from m2po_megatron.rollout.evaluation import Sideline
 from m2po_megatron.rollout.launch import ClientFactory, start_engines
-from m2po_megatron.rollout.parentage import ask_for_death_signal, watch_parent
 from m2po_megatron.rollout.producer import Producer
 from m2po_megatron.rollout.publishing import Publisher
 from m2po_megatron.rollout.settings import RolloutJob, RolloutSettings, read_settings
 from m2po_megatron.rollout.store import RolloutStore
-from m2po_megatron.rollout.workflow import SingleTurn, read_model_facts
+from m2po_megatron.rollout.workflow import ModelFacts, SingleTurn, encode_prompt, read_model_facts
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Controller:
         self._job = job = replace(job, incarnation=incarnation)
         await self._reward.start()
         # Meanwhile: reading the tokenizer imports for seconds, and so do the engines, in their own processes.
-        reading = asyncio.ensure_future(asyncio.to_thread(read_model_facts, job.model_path))
+        reading = asyncio.ensure_future(asyncio.to_thread(self._read_model))
         try:
             engines = await start_engines(settings, job, self._client_factory)
         except BaseException:
@@ -129,6 +129,16 @@ class Controller:
         self._tasks = [asyncio.ensure_future(producer.run()), asyncio.ensure_future(publisher.run())]
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
+
+    def _read_model(self) -> ModelFacts:
+        """The model's facts, and every prompt tried on its tokenizer: one that does not fit is known at the start."""
+        settings, model = self._settings, read_model_facts(self._job.model_path)
+        for prompt in self._prompts:
+            try:
+                encode_prompt(model, prompt, settings.max_response_length, settings.max_prompt_length)
+            except RolloutError as error:
+                raise RolloutError(f"{settings.prompt_data}: {error}") from error
+        return model
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         """A loop that ends by an error is a defect: the trainer is told at its next call."""

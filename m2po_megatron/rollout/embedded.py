@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from m2po_megatron.rollout.parentage import ask_for_death_signal, watch_parent
+from m2po_megatron.parentage import ask_for_death_signal, watch_parent
 
 if TYPE_CHECKING:
     from m2po_megatron.rollout.embedded_model import EngineModel
@@ -80,8 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         # Taken before the model is loaded, so that a port in use is known in a moment.
         with _bind(settings.host, settings.port) as listener:
-            engine = _load(settings)
-            asyncio.run(_serve(settings, engine, listener))
+            # Before the model library reads the same files: it fails on some of what may be wrong with them.
+            end_tokens = end_token_ids(settings.model_path)
+            asyncio.run(_serve(settings, _load(settings), end_tokens, listener))
     except StartError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -135,21 +136,31 @@ def load_tokenizer(path: str) -> Any | None:
         return None
 
 
-def end_token_ids(path: str, tokenizer: Any | None) -> tuple[int, ...]:
-    """The tokens that end a sample: of generation_config.json, else of config.json; and the tokenizer's."""
-    found: list[int] = []
+def end_token_ids(path: str) -> list[int]:
+    """The tokens that end a sample: of generation_config.json, else of config.json. StartError, naming the file, where
+    one is broken."""
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
-        value = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        if not file.is_file():
+            continue
+        try:
+            content = json.loads(file.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise StartError(f"{file} cannot be read as JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise StartError(f"{file} must hold a JSON object, not {type(content).__name__}")
+        value = content.get("eos_token_id")
         if value is not None:
-            found += value if isinstance(value, list) else [value]
-            break
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        found.append(tokenizer.eos_token_id)
-    return tuple(dict.fromkeys(int(token) for token in found))
+            found: list[Any] = value if isinstance(value, list) else [value]
+            if not all(type(token) is int for token in found):
+                raise StartError(f"{file}: eos_token_id must be a token id or a list of them, got {value!r}")
+            return found
+    return []
 
 
-async def _serve(settings: argparse.Namespace, engine: EngineModel, listener: socket.socket) -> None:
+async def _serve(
+    settings: argparse.Namespace, engine: EngineModel, end_tokens: list[int], listener: socket.socket
+) -> None:
     from aiohttp import web
 
     from m2po_megatron.rollout.embedded_protocol import GenerateProtocol
@@ -161,7 +172,10 @@ async def _serve(settings: argparse.Namespace, engine: EngineModel, listener: so
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     path = settings.model_path
     tokenizer = load_tokenizer(path)
-    protocol = GenerateProtocol(engine.vocab_size, engine.context_length, end_token_ids(path, tokenizer), tokenizer)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        end_tokens = [*end_tokens, int(tokenizer.eos_token_id)]
+    ends = tuple(dict.fromkeys(end_tokens))
+    protocol = GenerateProtocol(engine.vocab_size, engine.context_length, ends, tokenizer)
     scheduler = Scheduler(engine, settings.max_running_requests, settings.weight_version)
     server = EmbeddedServer(engine, scheduler, protocol, path)
     # With handler cancellation, a client that hangs up has its request aborted.

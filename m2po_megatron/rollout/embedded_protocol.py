@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import uuid
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +11,7 @@ from m2po_megatron.rollout.embedded_sequence import Job, Prompt, RequestError, S
 
 DEFAULT_MAX_NEW_TOKENS = 128
 MAX_SAMPLES = 4096
+"""Of a request: its prompts times n."""
 GREEDY_BELOW = 1e-6
 """Temperatures below this are greedy, as in SGLang."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -50,7 +51,8 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     "session_params": (),
     "custom_logit_processor": (),
 }
-"""Fields of the body that are not implemented, likewise. Fields in neither list have no influence on tokens."""
+"""Fields of the body that are not implemented, likewise."""
+FIELDS = ("rid", "text", "input_ids", "sampling_params", "return_logprob", "logprob_start_len")
 
 
 class Tokenizer(Protocol):
@@ -88,14 +90,22 @@ class GenerateProtocol:
         if not isinstance(body, dict):
             raise RequestError(400, "the body must be a JSON object")
         _refuse(body, NEUTRAL_FIELDS, "")
+        for name in body:
+            if name not in FIELDS and name not in NEUTRAL_FIELDS:
+                raise RequestError(400, f"{name} is not known to the embedded engine (only {', '.join(FIELDS)})")
         prompts, batched = self._prompts(body)
         sampling = self._sampling(body.get("sampling_params"))
+        if len(prompts) * sampling.n > MAX_SAMPLES:
+            product = f"{len(prompts)} prompts times sampling_params.n = {sampling.n}"
+            raise RequestError(400, f"{product} are more than {MAX_SAMPLES} samples: send smaller requests")
         start = self._logprob_start(body)
         rid, names = _names(body.get("rid"), len(prompts), batched, sampling.n)
         job = Job(rid=rid, return_logprob=_flag(body, "return_logprob"), as_list=batched or sampling.n > 1)
         for index, ids in enumerate(prompts):
             self._check_ids(ids)
-            prompt = Prompt(ids, logprob_start=start if start is not None and start < len(ids) else None)
+            if start is not None and start >= len(ids):
+                raise RequestError(400, f"logprob_start_len = {start} is beyond a prompt of {len(ids)} tokens")
+            prompt = Prompt(ids, logprob_start=start)
             # A sequence never outgrows the positions the model has.
             room = min(sampling.max_new_tokens, self._context_length - len(ids))
             for sample in range(sampling.n):
@@ -122,6 +132,10 @@ class GenerateProtocol:
         texts: list[Any] = text if isinstance(text, list) else [text]
         if not texts or not all(isinstance(one, str) for one in texts):
             raise RequestError(400, "text must be a string or a non-empty list of strings")
+        try:
+            [one.encode() for one in texts]
+        except UnicodeEncodeError as error:
+            raise RequestError(400, f"text is not Unicode: {error.reason}") from error
         return [self._tokenizer.encode(one) for one in texts], isinstance(text, list)
 
     def _check_ids(self, ids: Any) -> None:
@@ -236,6 +250,8 @@ def _integer(given: dict[str, Any], name: str, default: int, least: int, most: i
 
 def _temperature(value: Any) -> float:
     value = 1.0 if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    # Compared before anything converts it: JSON has integers that no float can hold.
+    if not number or not 0 <= value <= sys.float_info.max:
         raise RequestError(400, f"sampling_params.temperature must be a number of at least 0, got {value!r}")
     return 0.0 if value < GREEDY_BELOW else float(value)

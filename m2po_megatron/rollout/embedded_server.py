@@ -225,9 +225,16 @@ def _update_answer(success: bool, message: str, status: int) -> web.Response:
 
 async def _json(request: web.Request) -> Any:
     """The body; nothing at all counts as {}."""
-    text = await request.text()
     try:
+        text = await request.text()
         return json.loads(text) if text.strip() else {}
+    except UnicodeDecodeError as error:
+        text = f"{error.reason} at byte {error.start}"
+        raise RequestError(400, f"{request.path}: the body is not {error.encoding}: {text}") from error
+    except LookupError as error:
+        raise RequestError(400, f"{request.path}: the charset of the body is not known: {error}") from error
+    except RecursionError as error:
+        raise RequestError(400, f"{request.path}: the body is nested too deeply") from error
     except ValueError as error:
         raise RequestError(400, f"{request.path}: the body is not JSON: {error}") from error
 

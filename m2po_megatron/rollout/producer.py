@@ -10,6 +10,7 @@ from typing import Any
 
 from m2po_megatron.data.prompts import PromptQueue
 from m2po_megatron.data.trajectory import Batch
+from m2po_megatron.reward import RewardError
 from m2po_megatron.rollout.changes import Changes
 from m2po_megatron.rollout.engines import EnginePool
 from m2po_megatron.rollout.errors import RolloutError
@@ -107,6 +108,8 @@ class Producer:
             finished = await self._sample(record)
         except RolloutError as error:
             self._fail(error)
+        except RewardError as error:
+            self._fail(RolloutError(str(error)))
         except Exception as error:  # a defect here must reach the trainer as an error, not as an endless wait
             logger.exception("group %s failed", record.group_id)
             self._fail(RolloutError(f"group {record.group_id} failed: {type(error).__name__}: {error}"))

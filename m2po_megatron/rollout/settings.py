@@ -57,7 +57,7 @@ class RolloutSettings:
     )
     temperature: float = field(default=1.0, metadata={"help": "sampling temperature of training rollouts"})
     publish_interval: int = field(default=1, metadata={"help": "updates between two publications of the weights"})
-    seed: int = field(default=0, metadata={"help": "seed of the prompt order and of the engines"})
+    seed: int = field(default=0, metadata={"help": "seed of everything random: prompt order, engines, ranks"})
     group_retries: int = field(
         default=3, metadata={"help": "times a group is sampled anew after an unusable sample before the run stops"}
     )

@@ -64,12 +64,23 @@ def read_model_facts(model_path: str) -> ModelFacts:
         raise RolloutError(
             f"{path} names no eos_token_id: neither generation_config.json, config.json nor its tokenizer"
         )
-    ids = tuple(int(token) for token in (eos if isinstance(eos, list) else [eos]))
-    return ModelFacts(tokenizer, ids, int(config.get("max_position_embeddings") or 0))
+    ids = eos if isinstance(eos, list) else [eos]
+    if not ids or not all(type(token) is int for token in ids):
+        raise RolloutError(f"{path}: eos_token_id must be a token id or a list of them, got {eos!r}")
+    return ModelFacts(tokenizer, tuple(ids), int(config.get("max_position_embeddings") or 0))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text())) if path.exists() else {}
+    """The object in the file, {} where there is no file; RolloutError, naming the file, for anything else."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise RolloutError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise RolloutError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,27 @@ class SampleRequest:
     samples: int
     temperature: float
     max_new_tokens: int
+
+
+def encode_prompt(model: ModelFacts, prompt: Prompt, max_new_tokens: int, max_prompt_length: int) -> list[int]:
+    """The prompt's token ids, no special tokens added; RolloutError, naming the prompt, for one that does not fit.
+
+    The limit, in tokens, is `max_prompt_length`, or if that is 0 what the model's positions leave beside the response.
+    """
+    ids = [int(token) for token in model.tokenizer.encode(prompt.text, add_special_tokens=False)]
+    limit = max_prompt_length or max(0, model.positions - max_new_tokens)
+    if not ids:
+        raise RolloutError(f"prompt {prompt.id!r} has no tokens")
+    if (max_prompt_length or model.positions) and len(ids) > limit:
+        rule = (
+            "--max-prompt-length"
+            if max_prompt_length
+            else f"the model's {model.positions} positions less {max_new_tokens} response tokens"
+        )
+        raise RolloutError(
+            f"prompt {prompt.id!r} has {len(ids)} tokens, more than {limit} ({rule}): remove or shorten it"
+        )
+    return ids
 
 
 class SingleTurn:
@@ -104,26 +136,9 @@ class SingleTurn:
         self._starts = starts
         self._max_prompt_length = max_prompt_length
 
-    def encode(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
-        """The prompt's token ids, no special tokens added; RolloutError, naming the prompt, for one that does not fit."""
-        ids = [int(token) for token in self._model.tokenizer.encode(prompt.text, add_special_tokens=False)]
-        limit = self._max_prompt_length or max(0, self._model.positions - max_new_tokens)
-        if not ids:
-            raise RolloutError(f"prompt {prompt.id!r} has no tokens")
-        if (self._max_prompt_length or self._model.positions) and len(ids) > limit:
-            rule = (
-                "--max-prompt-length"
-                if self._max_prompt_length
-                else f"the model's {self._model.positions} positions less {max_new_tokens} response tokens"
-            )
-            raise RolloutError(
-                f"prompt {prompt.id!r} has {len(ids)} tokens, more than {limit} ({rule}): remove or shorten it"
-            )
-        return ids
-
     async def sample(self, request: SampleRequest, rid: str) -> list[Trajectory]:
         """Unscored trajectories; `rid` is the engine's request id. UnusableSample names a sample that is refused."""
-        prompt_ids = self.encode(request.prompt, request.max_new_tokens)
+        prompt_ids = encode_prompt(self._model, request.prompt, request.max_new_tokens, self._max_prompt_length)
         generate = GenerateRequest(
             rid=rid,
             input_ids=prompt_ids,

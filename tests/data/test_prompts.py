@@ -25,6 +25,10 @@ def test_rows_with_and_without_ids(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         ('{"prompt": "a", "answer": "b"', "is not valid JSON"),
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"prompt": "a\\ud800", "answer": "b"}', '"prompt" holds a lone surrogate'),
+        ('{"prompt": "a", "answer": "\\udfff"}', '"answer" holds a lone surrogate'),
+        ('{"prompt": "a", "answer": "b", "id": "\\ud800"}', '"id" holds a lone surrogate'),
         ("[1, 2]", "is not a JSON object but list"),
         ('{"question": "a", "answer": "b"}', 'has no "prompt" .it has question.'),
         ('{"prompt": "", "answer": "b"}', '"prompt" must be a text that is not empty'),

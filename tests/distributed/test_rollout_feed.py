@@ -41,7 +41,11 @@ class ScriptedConnection:
     def __init__(self, **answers: list[Any]) -> None:
         self.answers = answers
         self.calls: list[tuple[Any, ...]] = []
-        self.last_lease_info = {"loaded_version": 5, "dropped": {"stale": 2, "equal rewards": 3}}
+        self.last_lease_info = {
+            "loaded_version": 5,
+            "dropped": {"stale": 2, "equal rewards": 3},
+            "reward_failures": {"timeout": 1, "error": 2},
+        }
 
     def _next(self, *call: Any) -> Any:
         self.calls.append(call)
@@ -226,7 +230,7 @@ def test_evaluations_and_probes_reach_both_and_rank_0_alone_speaks(ranks: list[d
     assert found["calls"][1][1] == "job 1"
     assert found["calls"][3][1:] == (16, found["calls"][3][2], 3)
     assert found["calls"][5:8] == [("publish", "/run/v3", 3), ("publish", "/run/v4", 4), ("trained", 7, 4)]
-    assert [rank["others"]["counters"] for rank in ranks] == [{"rollout/dropped": 5.0}, {}]
+    assert [rank["others"]["counters"] for rank in ranks] == [{"rollout/dropped": 5.0, "rollout/reward_failures": 3.0}, {}]
     assert [rank["others"]["loaded"] for rank in ranks] == [5, 0]
 
 

@@ -26,7 +26,7 @@ METRICS = {
     *("m2/before", "m2/after", "m2/masked_fraction", "m2/trust_region_fraction", "m2/cutoff", "m2/engine_floor"),
     *("staleness/mean", "staleness/max", "staleness/min", "tokens", "tokens_per_second"),
     *("time/wait", "time/logprob", "time/mask", "time/train", "time/publish"),
-    *("rollout/length_mean", "rollout/truncated_fraction", "rollout/dropped"),
+    *("rollout/length_mean", "rollout/truncated_fraction", "rollout/dropped", "rollout/reward_failures"),
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
@@ -188,13 +188,16 @@ def test_a_signal_saves_and_leaves_no_process(job: Job, number: signal.Signals, 
 
 
 @pytest.mark.timeout(300)
-def test_a_dead_engine_is_named_and_the_run_can_be_resumed(job: Job) -> None:
-    job.start("--train-iters", "2000")
+@pytest.mark.parametrize("depth", ["1", "6"])
+def test_a_dead_engine_is_named_and_the_run_can_be_resumed(job: Job, depth: str) -> None:
+    # With batches generated ahead, complete ones are still trained when no engine is left.
+    job.start("--train-iters", "2000", "--pipeline-depth", depth, "--max-staleness", "12")
     job.until_update(1)
     family = job.family()
     job.engine().kill()
     assert job.wait(90) != 0
     gone(family)
+    assert "Traceback" not in job.text().split("error: ")[0]
     text = job.text()
     assert "engine-0" in text
     assert str(job.run_dir / "logs" / "engine-0.log") in text
@@ -235,8 +238,12 @@ def test_whoever_is_killed_nobody_is_left(job: Job, victim: str) -> None:
         (["--prompt-data", "{folder}/bad.jsonl"], r"bad\.jsonl, line 2: "),
         (["--m2-treshold", "0.04"], r"unknown flag --m2-treshold; did you mean --m2-threshold\?"),
         (["--reward", "nobody"], r"--reward .*nobody"),
+        (["--load", "{folder}/typo"], r"--load .*typo: there is no checkpoint"),
+        (["--save", "/proc/nowhere"], r"--save /proc/nowhere: cannot be written"),
+        (["--group-size", "1"], r"--group-size 1"),
+        (["--distributed-backend", "nccl"], r"--distributed-backend nccl: there is no CUDA"),
     ],
-    ids=["layout", "architecture", "prompts", "flag", "reward"],
+    ids=["layout", "architecture", "prompts", "flag", "reward", "load", "save", "group", "nccl"],
 )
 def test_bad_input_is_said_in_one_line(job: Job, tmp_path: Path, flags: list[str], said: str) -> None:
     (tmp_path / "gpt2").mkdir()
@@ -251,3 +258,13 @@ def test_bad_input_is_said_in_one_line(job: Job, tmp_path: Path, flags: list[str
     assert len(lines) == 1
     assert re.search(said, lines[0]), lines[0]
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.timeout(120)
+def test_a_micro_batch_too_small_for_a_sequence_stops_cleanly(job: Job) -> None:
+    job.start("--train-iters", "4", "--max-tokens-per-micro-batch", "7")
+    assert job.wait(90) != 0
+    assert "error: " in job.text()
+    assert "--max-tokens-per-micro-batch" in job.text()
+    assert "Traceback" not in job.text().split("error: ")[0]  # the launcher adds one of its own
+    assert (job.save / "latest").read_text().strip() == "iter_0000000"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +40,35 @@ def test_batches_come_in_order_complete_scored_and_within_the_bound(lab: Lab) ->
             assert status["groups"]["trained"] == 20
             assert status["dropped"] == {}
             assert status["generated_tokens"] >= 20 * 2 * 3
+
+    run(test())
+
+
+def test_a_prompt_that_is_too_long_is_refused_at_the_start(lab: Lab) -> None:
+    with lab.prompts.open("a") as file:
+        file.write(json.dumps({"prompt": "1+" * 20 + "1=", "answer": "21"}) + "\n")
+    lab.settings = replace(lab.settings, max_prompt_length=10)
+
+    async def test() -> None:
+        async with lab.running(ready=False) as controller:
+            with pytest.raises(RolloutError, match="prompts.jsonl: prompt 'prompts.jsonl:11' has 42 tokens, more than 10"):
+                await controller.wait_ready(WAIT_S)
+            assert controller._store.counts().get("running", 0) == 0
+
+    run(test())
+
+
+def test_a_reward_that_never_works_reaches_the_trainer(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_reward.py").write_text("def f(prompt, response, answer):\n    raise KeyError('gone')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    lab.settings = replace(lab.settings, reward="bad_reward:f", group_size=40, rollout_batch_size=160, global_batch_size=80)
+
+    async def test() -> None:
+        async with lab.running() as controller:
+            with pytest.raises(RolloutError, match=r"^--reward bad_reward:f: all of the first \d+ scorings.*KeyError: 'gone'"):
+                await controller.parts().producer.lease(0, WAIT_S)
 
     run(test())
 
@@ -160,18 +191,6 @@ def test_a_group_that_is_never_usable_stops_the_run_and_names_the_sample(lab: La
     async def test() -> None:
         async with lab.running() as controller:
             with pytest.raises(RolloutError, match=r"g\d\.0: 3 tokens came with 0 log-probs.*2 times without a usable"):
-                await controller.parts().producer.lease(0, WAIT_S)
-
-    run(test())
-
-
-def test_a_prompt_too_long_stops_the_run_and_is_named(lab: Lab) -> None:
-    lab.settings = replace(lab.settings, max_prompt_length=3)
-    lab.prompts.write_text('{"prompt": "1+1=", "answer": "2", "id": "long"}\n')
-
-    async def test() -> None:
-        async with lab.running() as controller:
-            with pytest.raises(RolloutError, match="prompt 'long' has 4 tokens, more than 3"):
                 await controller.parts().producer.lease(0, WAIT_S)
 
     run(test())

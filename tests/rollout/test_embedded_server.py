@@ -84,6 +84,10 @@ def generate_body(rid: str = "r", **sampling: Any) -> dict[str, Any]:
         ({"rid": ""}, "rid must be a non-empty string"),
         ({"rid": ["a", "b"]}, "rid: a list must hold one non-empty string for each of the 1 prompts"),
         ({"logprob_start_len": -2}, "logprob_start_len"),
+        ({"logprob_start_len": 2}, "logprob_start_len = 2 is beyond a prompt of 2 tokens"),
+        ({"sampling_params": {"temperature": 10**400}}, "sampling_params.temperature must be a number"),
+        ({"sampling_params": {"n": 4096}, "input_ids": [[3], [4]]}, "2 prompts times sampling_params.n = 4096"),
+        ({"sampling_parms": {}}, "sampling_parms is not known to the embedded engine"),
     ],
 )
 def test_a_wrong_request_is_refused_by_the_name_of_its_field(url: str, body: dict[str, Any], text: str) -> None:
@@ -112,6 +116,33 @@ def test_a_wrong_control_call_is_refused(url: str, call: str, body: Any, status:
 def test_a_body_that_is_not_json_is_refused(url: str) -> None:
     response = httpx.post(f"{url}/generate", content=b"{", timeout=10.0, trust_env=False)
     assert response.status_code == 400 and "/generate: the body is not JSON" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "charset", "text"),
+    [
+        (b'{"rid": "\xff"}', "utf-8", "the body is not utf-8: invalid start byte at byte 9"),
+        (b"{}", "no-such-charset", "the charset of the body is not known"),
+        (b"[" * 100_000, "utf-8", "the body is nested too deeply"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_refused(url: str, content: bytes, charset: str, text: str) -> None:
+    headers = {"Content-Type": f"application/json; charset={charset}"}
+    response = httpx.post(f"{url}/generate", content=content, headers=headers, timeout=10.0, trust_env=False)
+    assert response.status_code == 400 and text in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"eos_token_id": "x"}'])
+def test_a_broken_generation_config_is_one_clear_line(model: Path, tmp_path: Path, content: str) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(content)
+    command = engine_command(tmp_path / "model", free_port())
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=engine_environment(), cwd=ROOT, check=False
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert str(tmp_path / "model" / "generation_config.json") in done.stderr.splitlines()[-1]
 
 
 def test_neutral_values_are_accepted(url: str) -> None:

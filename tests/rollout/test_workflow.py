@@ -14,7 +14,14 @@ from m2po_megatron.data.trajectory import Prompt, Trajectory
 from m2po_megatron.reward import RewardPool
 from m2po_megatron.rollout.client import GeneratedSample, GenerateRequest
 from m2po_megatron.rollout.errors import RolloutError
-from m2po_megatron.rollout.workflow import ModelFacts, SampleRequest, SingleTurn, UnusableSample, read_model_facts
+from m2po_megatron.rollout.workflow import (
+    ModelFacts,
+    SampleRequest,
+    SingleTurn,
+    UnusableSample,
+    encode_prompt,
+    read_model_facts,
+)
 
 EOS = 1
 
@@ -54,11 +61,11 @@ def sample(**changes: Any) -> GeneratedSample:
     return GeneratedSample(**{**fields, **changes})
 
 
-def workflow(generator: Scripted, max_prompt_length: int = 0, positions: int = 16) -> SingleTurn:
-    facts = ModelFacts(Letters(), (EOS,), positions)
+def workflow(generator: Scripted) -> SingleTurn:
+    facts = ModelFacts(Letters(), (EOS,), 16)
     starts = {0: 0, 1: 6}
     return SingleTurn(
-        facts, generator, RewardPool("arithmetic"), incarnation=1, starts=starts, max_prompt_length=max_prompt_length
+        facts, generator, RewardPool("arithmetic"), incarnation=1, starts=starts, max_prompt_length=0
     )
 
 
@@ -140,11 +147,11 @@ def test_scores_see_the_text_without_special_tokens() -> None:
     ],
 )
 def test_a_prompt_that_does_not_fit_is_named(max_prompt_length: int, positions: int, fits: int, rule: str) -> None:
-    flow = workflow(Scripted(), max_prompt_length, positions)
+    model = ModelFacts(Letters(), (EOS,), positions)
     if fits:
-        assert len(flow.encode(Prompt("p", "x" * fits), 8)) == fits
+        assert len(encode_prompt(model, Prompt("p", "x" * fits), 8, max_prompt_length)) == fits
     with pytest.raises(RolloutError, match=f"prompt 'long' has {fits + 1} tokens, more than {fits} .{rule}"):
-        flow.encode(Prompt("long", "x" * (fits + 1)), 8)
+        encode_prompt(model, Prompt("long", "x" * (fits + 1)), 8, max_prompt_length)
 
 
 def test_model_facts_of_a_real_directory(tiny_model: Callable[..., Path]) -> None:
@@ -166,3 +173,22 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(RolloutError, match="cannot load the tokenizer of"):
         read_model_facts(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[1]", "must hold a JSON object, not list"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id must be a token id or a list of them, got '</s>'"),
+    ],
+)
+def test_a_broken_generation_config_is_named(
+    tiny_model: Callable[..., Path], tmp_path: Path, content: str, reason: str
+) -> None:
+    for file in tiny_model().iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(RolloutError, match=reason) as caught:
+        read_model_facts(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)

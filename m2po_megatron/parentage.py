@@ -1,4 +1,5 @@
-"""Ending when the parent ends: a killed trainer must not leave a controller, nor a killed controller its engines."""
+"""Ending when the parent ends: a killed trainer must not leave a controller, nor a killed controller its engines or
+reward workers."""
 
 from __future__ import annotations
 
@@ -16,12 +17,15 @@ POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
 
-def ask_for_death_signal() -> None:
-    """Have Linux send this process SIGTERM when its parent dies; elsewhere, and if refused, polling must do."""
+def ask_for_death_signal(number: signal.Signals = signal.SIGTERM) -> None:
+    """Have Linux send this process signal `number` when its parent dies; elsewhere, and if refused, polling must do.
+
+    A parent that died before this call sends nothing: compare os.getppid() with the expected parent afterwards.
+    """
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         logger.warning("prctl(PR_SET_PDEATHSIG) failed with errno %d; polling the parent instead", ctypes.get_errno())
 
 
