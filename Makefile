@@ -71,7 +71,8 @@ bench-mask: $(STAMP)
 	$(BIN)/python tools/bench_mask.py
 
 bench-step: $(STAMP)
-	$(BIN)/python tools/bench_step.py
+	$(BIN)/python tools/bench_step.py --layout tp2
+	$(BIN)/python tools/bench_step.py --layout dp2
 
 clean:
 	rm -rf $(VENV) $(SGLANG) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

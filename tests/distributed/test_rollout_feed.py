@@ -316,7 +316,6 @@ def test_a_second_signal_at_once_is_the_same_one_and_a_later_one_ends(child: Chi
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_only_under_torchrun_the_rank_dies_with_its_parent() -> None:
     code = "import m2po_megatron.rollout_feed as f, ctypes; f.StopSignal().install(); n = ctypes.c_int();"
     code += "ctypes.CDLL(None).prctl(2, ctypes.byref(n), 0, 0, 0); print(n.value)"

@@ -19,14 +19,13 @@ import sys
 from pathlib import Path
 
 path = Path(sys.argv[1])
-declaration = '''import torch
+declaration = '''from torch import library
 
-_declared = torch.library.Library("torchvision", "DEF")
-for _name in ("nms", "qnms"):
-    _declared.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+for _name in ("nms", "qnms"):  # declared for a CPU build
+    library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 '''
 text = path.read_text()
-if "_declared" not in text:
+if "declared for a CPU build" not in text:
     path.write_text(declaration + text)
 PYTHON
 # SGLang imports these kernels by name where there is no CUDA. One that is called says which it is.
