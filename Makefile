@@ -14,11 +14,11 @@ TASK := examples/arithmetic
 export OMP_NUM_THREADS := 1
 TRAIN2 := $(BIN)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 pretrain_rl.py
 
-.PHONY: install demo demo-short smoke-dp2 test install-sglang test-sglang check format bench bench-mask bench-step clean
+.PHONY: install demo demo-short smoke-dp2 test install-sglang test-sglang check format bench bench-mask bench-step bench-logprob clean
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt kernels/logprob_native.cpp kernels/logprob_native_rows.h
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e ".[dev]"
 	touch $@
@@ -64,11 +64,14 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-mask bench-step
+bench: bench-mask bench-step bench-logprob
 
 # Timings, no tests: what they print depends on the machine.
 bench-mask: $(STAMP)
 	$(BIN)/python tools/bench_mask.py
+
+bench-logprob: $(STAMP)
+	$(BIN)/python tools/bench_logprob.py --check
 
 bench-step: $(STAMP)
 	$(BIN)/python tools/bench_step.py --layout tp2

@@ -1,7 +1,12 @@
-"""Log-probs and entropies of tokens from vocabulary-parallel logits: the functions everything else calls.
+"""Log-probs and entropies of tokens over a vocabulary spread over tensor-parallel ranks: what everything else calls.
 
 The policy's passes, the reference's and the embedded engine's log-probs all come from here, so that trainer and engine
-differ by nothing but their logits. Letters: t = tokens, V = vocabulary, TP = tensor-parallel size.
+differ by nothing but their logits. `vocab_parallel_logprob` takes logits; `linear_logprob` takes the hidden states and
+the output layer's weight, so that it also decides how many logits exist at a time.
+
+Letters: t = tokens, H = hidden size, V = vocabulary, TP = tensor-parallel size. All arithmetic is float32. One collective
+per call (an all-gather of 16 bytes a token a rank) whose parts every rank merges in the same order: results are bitwise
+equal on all ranks of the group.
 """
 
 from __future__ import annotations
@@ -13,7 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m2po_megatron.kernels.logprob_torch import IGNORED, TorchLogprob
+from m2po_megatron.kernels.backends import IGNORED, choose_backend, shard_of
+from m2po_megatron.kernels.linear_logprob import LinearLogprob, LinearOptions
+from m2po_megatron.kernels.logprob_function import LogprobOfLogits
+
+EntropyMode = Literal["none", "value", "grad"]
+BackendName = Literal["auto", "triton", "native", "torch"]
 
 
 def vocab_parallel_logprob(
@@ -21,27 +31,24 @@ def vocab_parallel_logprob(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    entropy: Literal["none", "value", "grad"] = "none",
+    entropy: EntropyMode = "none",
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     inplace_backward: bool = False,
-    backend: Literal["auto", "torch"] = "auto",
+    backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Log-softmax(logits / temperature) at the targets, and the entropy of that distribution.
 
-    All arithmetic is float32. One collective per call (an all-gather of 16 bytes a token), and none in the backward pass.
-    Every rank of the group gets bitwise the same result.
-
     Args:
         logits: [..., V/TP], any float dtype: this rank's part of the vocabulary, parts in rank order.
-        targets: int64 [...]: ids in the whole vocabulary; -100 = ignored.
+        targets: int64 [...]: ids in the whole vocabulary; -100 = ignored (log-prob, entropy and gradient 0).
         temperature: > 0.
         entropy: "none" returns None for it, "value" computes it without gradient, "grad" with.
         tp_group: the ranks that hold the other parts; None = this rank holds all.
         vocab_size: the true V where the parts carry padding (columns from V on are ignored); default: all columns.
         inplace_backward: the backward pass overwrites `logits` with their gradient instead of allocating another tensor
             of that size; a second backward pass then raises RuntimeError. Only for logits that nothing else reads.
-        backend: "auto" takes the best one available; today that is "torch" everywhere.
+        backend: "auto" takes the fastest that runs here (kernels/backends.py).
 
     Returns:
         (log-probs float32 [...], entropies float32 [...] or None)
@@ -51,38 +58,122 @@ def vocab_parallel_logprob(
             the vocabulary (elsewhere, where looking would stall the device, its log-prob is NaN).
     """
     parts = dist.get_world_size(tp_group) if tp_group is not None else 1
-    size = logits.shape[-1] * parts if vocab_size is None else vocab_size
-    _check(logits, targets, temperature, entropy, parts, size, backend)
-    logprobs, entropies = TorchLogprob.apply(
-        logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), temperature, entropy, tp_group, size, inplace_backward
+    columns = logits.shape[-1]
+    size = columns * parts if vocab_size is None else vocab_size
+    if not logits.is_floating_point():
+        raise ValueError(f"logits must be of a float dtype, not {logits.dtype}")
+    _check_targets(targets, logits.shape[:-1], "logits", size)
+    _check_vocabulary(columns, parts, size, "logits")
+    _check_options(temperature, entropy)
+    flat = logits.reshape(-1, columns)
+    if flat.stride(-1) != 1:
+        flat = flat.contiguous()
+    logprobs, entropies = LogprobOfLogits.apply(
+        flat,
+        targets.reshape(-1),
+        float(temperature),
+        entropy,
+        tp_group,
+        shard_of(columns, size, tp_group),
+        inplace_backward,
+        choose_backend(backend, logits),
     )
-    if entropy == "none":
-        return logprobs.view(targets.shape), None
-    return logprobs.view(targets.shape), entropies.view(targets.shape)
+    return logprobs.view(targets.shape), None if entropy == "none" else entropies.view(targets.shape)
 
 
-def _check(
-    logits: Tensor, targets: Tensor, temperature: float, entropy: str, parts: int, vocab_size: int, backend: str
-) -> None:
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"backend {backend!r} of vocab_parallel_logprob is not known; known: auto, torch")
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    mode: Literal["store", "recompute"] = "store",
+    temperature: float = 1.0,
+    entropy: EntropyMode = "none",
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    vocab_size: int | None = None,
+    logits_dtype: torch.dtype = torch.float32,
+    chunk_tokens: int = 1024,
+    backend: BackendName = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Log-softmax(hidden @ weight.T / temperature) at the targets, without logits in the caller's hands.
+
+    "store" keeps this rank's logits [t, V/TP] for the backward pass, which turns them into their gradient in place: three
+    matrix products, the fastest while they fit. "recompute" makes them `chunk_tokens` rows at a time in both passes: four
+    products, and memory that does not grow with t. Without gradients both work in chunks.
+
+    The gradient of `weight` is added to `weight.main_grad` where that exists (Megatron's float32 buffer), marked as
+    Megatron marks it (`grad_added_to_main_grad`); else it is returned in the weight's dtype. The gradient of `hidden` is
+    summed over the group exactly once: reduce-scattered under sequence parallelism, all-reduced otherwise. So `hidden`
+    must not pass through another operation that reduces its gradient (Megatron's copy-to or gather-from region).
+
+    Args:
+        hidden: [t, H], bfloat16, float16 or float32; under `sequence_parallel` [t/TP, H], this rank's tokens.
+        weight: [V/TP, H] in hidden's dtype: this rank's rows of the output layer, parts in rank order.
+        targets: int64 [t]: ids in the whole vocabulary, all t tokens on every rank; -100 = ignored.
+        mode: see above.
+        logits_dtype: of the logits "store" keeps, and of those either mode computes: float32 (accumulated and kept so), or
+            hidden's dtype, which halves the memory of "store" and rounds the logits.
+        chunk_tokens: rows of logits that exist at a time, where they are not stored.
+        (the others, the results and the errors as in `vocab_parallel_logprob`; "store" goes backward once)
+    """
+    parts = dist.get_world_size(tp_group) if tp_group is not None else 1
+    columns = weight.shape[0]
+    size = columns * parts if vocab_size is None else vocab_size
+    _check_linear(hidden, weight, mode, logits_dtype, chunk_tokens)
+    tokens = hidden.shape[0] * (parts if sequence_parallel else 1)
+    _check_targets(targets, torch.Size([tokens]), "hidden", size)
+    _check_vocabulary(columns, parts, size, "weight")
+    _check_options(temperature, entropy)
+    options = LinearOptions(
+        store=mode == "store",
+        temperature=float(temperature),
+        entropy=entropy,
+        group=tp_group if parts > 1 else None,
+        sequence_parallel=sequence_parallel and parts > 1,
+        shard=shard_of(columns, size, tp_group),
+        logits_dtype=logits_dtype,
+        chunk_tokens=chunk_tokens,
+        backend=choose_backend(backend, hidden.new_empty(0, dtype=logits_dtype)),
+    )
+    needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    logprobs, entropies = LinearLogprob.apply(hidden, weight, targets, options, needs_gradient)
+    return logprobs, None if entropy == "none" else entropies
+
+
+def _check_options(temperature: float, entropy: str) -> None:
     if entropy not in ("none", "value", "grad"):
         raise ValueError(f"entropy must be 'none', 'value' or 'grad', not {entropy!r}")
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature must be a positive number, not {temperature}")
-    if not logits.is_floating_point():
-        raise ValueError(f"logits must be of a float dtype, not {logits.dtype}")
-    if targets.dtype != torch.int64 or targets.shape != logits.shape[:-1]:
+
+
+def _check_targets(targets: Tensor, shape: torch.Size, what: str, vocab_size: int) -> None:
+    if targets.dtype != torch.int64 or targets.shape != shape:
         raise ValueError(
-            f"targets must be int64 {tuple(logits.shape[:-1])} for logits {tuple(logits.shape)}, "
-            f"not {targets.dtype} {tuple(targets.shape)}"
+            f"targets must be int64 {tuple(shape)} to go with {what}, not {targets.dtype} {tuple(targets.shape)}"
         )
-    columns = logits.shape[-1]
-    if not 0 < vocab_size <= columns * parts:
-        raise ValueError(f"{parts} parts of {columns} columns cannot hold a vocabulary of {vocab_size}")
-    if parts > 1 and columns == vocab_size:
-        raise ValueError(f"logits have all {vocab_size} columns of the vocabulary: pass this rank's part, not gathered ones")
     if targets.device.type == "cpu" and targets.numel():
         bad = ((targets < 0) | (targets >= vocab_size)) & (targets != IGNORED)
         if bool(bad.any()):
             raise ValueError(f"target {int(targets[bad][0])} is outside the vocabulary of {vocab_size}")
+
+
+def _check_vocabulary(columns: int, parts: int, vocab_size: int, what: str) -> None:
+    if not 0 < vocab_size <= columns * parts:
+        raise ValueError(f"{parts} parts of {columns} columns cannot hold a vocabulary of {vocab_size}")
+    if parts > 1 and columns == vocab_size:
+        raise ValueError(f"{what}: this is the whole vocabulary of {vocab_size}; pass this rank's part, not a gathered one")
+
+
+def _check_linear(hidden: Tensor, weight: Tensor, mode: str, logits_dtype: torch.dtype, chunk_tokens: int) -> None:
+    if mode not in ("store", "recompute"):
+        raise ValueError(f"mode must be 'store' or 'recompute', not {mode!r}")
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [t, H] and [V/TP, H]")
+    if not hidden.is_floating_point() or hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden ({hidden.dtype}) and weight ({weight.dtype}) must share a float dtype")
+    if logits_dtype not in (torch.float32, hidden.dtype):
+        raise ValueError(f"logits_dtype must be torch.float32 or hidden's {hidden.dtype}, not {logits_dtype}")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, not {chunk_tokens}")

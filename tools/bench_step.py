@@ -41,6 +41,7 @@ from m2po_megatron.data.trajectory import Trajectory  # noqa: E402
 from m2po_megatron.initialize import World, initialize  # noqa: E402
 from m2po_megatron.policy.attention import pack_sequences  # noqa: E402
 from m2po_megatron.policy.forward import Policy, build_policy  # noqa: E402
+from m2po_megatron.policy.model import output_weight  # noqa: E402
 from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings  # noqa: E402
 from m2po_megatron.trainer import train_update  # noqa: E402
 from m2po_megatron.weights.hf_io import load_hf  # noqa: E402
@@ -55,21 +56,24 @@ def bare_update(policy: Policy, micro_batches: Sequence[MicroBatch]) -> None:
 
     def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch = next(batches)
-        logits = model(
+        hidden = model(
             batch.token_ids[None],
             None,
             None,
             packed_seq_params=pack_sequences(batch.lengths, batch.token_ids.device),
         )
 
-        def loss(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            logprobs = -tensor_parallel.vocab_parallel_cross_entropy(logits[0], batch.targets.clamp(min=0))
+        def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            logits, _ = tensor_parallel.ColumnParallelLinear.forward(  # our model leaves the output layer out
+                policy.gpt.output_layer, hidden[0], weight=output_weight(policy.gpt)
+            )
+            logprobs = -tensor_parallel.vocab_parallel_cross_entropy(logits, batch.targets.clamp(min=0))
             scored.append(logprobs.detach())
             ratio = torch.where(batch.loss_mask, logprobs - batch.behaviour_logprobs, 0.0).exp()
             value = -(ratio * batch.advantages * batch.loss_mask).sum() / 1e4
             return value, torch.zeros((), dtype=torch.int), {}
 
-        return logits, loss
+        return hidden, loss
 
     def run(forward_only: bool) -> None:
         with torch.set_grad_enabled(not forward_only):

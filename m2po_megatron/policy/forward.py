@@ -19,10 +19,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from m2po_megatron.data.packing import MicroBatch
-from m2po_megatron.kernels.logprob import vocab_parallel_logprob
+from m2po_megatron.kernels.logprob import linear_logprob
 from m2po_megatron.policy.architecture import Architecture, read_architecture
 from m2po_megatron.policy.attention import pack_sequences
-from m2po_megatron.policy.model import build_model, wrap_model
+from m2po_megatron.policy.model import build_model, output_weight, wrap_model
 from m2po_megatron.policy.optimizer import build_optimizer
 from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings
 
@@ -35,6 +35,7 @@ class Policy:
     """This rank's part of the model in training, with everything that moves it."""
 
     architecture: Architecture
+    settings: ModelSettings
     gpt: GPTModel
     model: DistributedDataParallel
     optimizer: MegatronOptimizer
@@ -44,6 +45,11 @@ class Policy:
     @property
     def is_last_stage(self) -> bool:
         return bool(self.gpt.post_process)
+
+    @property
+    def keep_precision(self) -> dict[str, bool]:
+        """Megatron's bfloat16 wrapper turns the last stage's output into float32 unless told not to."""
+        return {"fp32_output": False} if self.gpt.config.bf16 else {}
 
 
 def build_policy(
@@ -63,7 +69,7 @@ def build_policy(
     wrapped = wrap_model(gpt, use_distributed_optimizer=optimizer.use_distributed_optimizer)
     gpt.config.finalize_model_grads_func = _finalize_without_scaling
     adam, scheduler = build_optimizer(wrapped, optimizer, train_iters)
-    return Policy(architecture, gpt, wrapped, adam, scheduler, device)
+    return Policy(architecture, model, gpt, wrapped, adam, scheduler, device)
 
 
 def _check_divisible(architecture: Architecture, parallel: ParallelSettings) -> None:
@@ -106,27 +112,20 @@ def run_micro_batches(
 
     def forward_step(batches: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         number, micro_batch = next(batches)
-        logits = model(
+        hidden = model(
             micro_batch.token_ids[None],
             None,
             None,
             packed_seq_params=pack_sequences(micro_batch.lengths, micro_batch.token_ids.device),
+            **policy.keep_precision,
         )
 
-        def loss(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            logprobs, entropies = vocab_parallel_logprob(
-                logits[0],
-                micro_batch.targets,
-                temperature=temperature,
-                entropy=entropy,  # type: ignore[arg-type]
-                tp_group=parallel_state.get_tensor_model_parallel_group(),
-                vocab_size=policy.architecture.vocab_size,
-                inplace_backward=not forward_only,
-            )
+        def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            logprobs, entropies = _logprobs(policy, hidden, micro_batch, temperature, entropy)
             value, report = consume(number, micro_batch, logprobs, entropies)
             return value, torch.zeros((), dtype=torch.int), report
 
-        return logits, loss
+        return hidden, loss
 
     with torch.set_grad_enabled(not forward_only):
         reports: list[dict[str, Tensor]] = get_forward_backward_func()(
@@ -139,6 +138,26 @@ def run_micro_batches(
             forward_only=forward_only,
         )
     return reports
+
+
+def _logprobs(
+    policy: Policy, hidden: Tensor, micro_batch: MicroBatch, temperature: float, entropy: str
+) -> tuple[Tensor, Tensor | None]:
+    """(log-probs [t], entropies [t] or None) from the last stage's hidden states [1, t, H] ([1, t/TP, H] under SP)."""
+    config = policy.gpt.config
+    return linear_logprob(
+        hidden[0],
+        output_weight(policy.gpt),
+        micro_batch.targets,
+        mode=policy.settings.logprob_mode,  # type: ignore[arg-type]
+        temperature=temperature,
+        entropy=entropy,  # type: ignore[arg-type]
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        sequence_parallel=config.sequence_parallel,
+        vocab_size=policy.architecture.vocab_size,
+        logits_dtype=torch.float32 if policy.settings.logits_dtype == "fp32" else config.params_dtype,
+        chunk_tokens=policy.settings.logprob_chunk_tokens,
+    )
 
 
 def compute_logprobs(policy: Policy, micro_batches: Sequence[MicroBatch], *, temperature: float) -> list[Tensor]:

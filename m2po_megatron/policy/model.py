@@ -113,10 +113,19 @@ def _layer_specs(config: TransformerConfig) -> Any:
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
+def _pass_hidden_states(hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+    """The output layer's forward: its product belongs to `linear_logprob`, which bounds how many logits exist."""
+    return hidden, None
+
+
 def build_model(
     architecture: Architecture, model: ModelSettings, parallel: ParallelSettings, device: torch.device
 ) -> GPTModel:
-    """This rank's part of the model, on `device`, with Megatron's initial weights."""
+    """This rank's part of the model, on `device`, with Megatron's initial weights.
+
+    On the last pipeline stage it returns hidden states, [1, t, H] (under sequence parallelism this rank's t/TP), instead
+    of logits; `output_weight(gpt)` is the matrix that makes logits of them.
+    """
     config = transformer_config(architecture, model, parallel)
     gpt = GPTModel(
         config=config,
@@ -137,7 +146,18 @@ def build_model(
             rotary_base=architecture.rope_theta,  # type: ignore[arg-type]
             use_cpu_initialization=True,
         )
+    if gpt.post_process:
+        gpt.output_layer.forward = _pass_hidden_states
     return gpt.to(device)
+
+
+def output_weight(gpt: GPTModel) -> torch.Tensor:
+    """[V/TP, H]: the output layer's own weight, or the embeddings' where they are tied. Last pipeline stage only."""
+    if gpt.share_embeddings_and_output_weights:
+        tied: torch.Tensor = gpt.shared_embedding_or_output_weight()
+        return tied
+    own: torch.Tensor = gpt.output_layer.weight
+    return own
 
 
 def wrap_model(gpt: GPTModel, *, use_distributed_optimizer: bool) -> DistributedDataParallel:

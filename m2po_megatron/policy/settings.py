@@ -15,6 +15,20 @@ class ModelSettings:
     recompute_granularity: str | None = field(
         default=None, metadata={"help": "activation recomputation", "choices": ["full", "selective"]}
     )
+    logprob_mode: str = field(
+        default="store",
+        metadata={
+            "help": "keep the logits from forward to backward (fastest), or recompute them in chunks (least memory)",
+            "choices": ["store", "recompute"],
+        },
+    )
+    logprob_chunk_tokens: int = field(
+        default=2048, metadata={"help": "tokens whose logits exist at a time where they are not stored"}
+    )
+    logits_dtype: str = field(
+        default="fp32",
+        metadata={"help": "precision of the logits under --bf16 (bf16 halves what 'store' keeps)", "choices": ["fp32", "bf16"]},
+    )
 
 
 @dataclass

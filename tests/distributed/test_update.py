@@ -17,10 +17,13 @@ ONE_RANK = [
     Layout("split", micro_batch_size=3),
     Layout("budget", max_tokens=40),
     Layout("cold", temperature=0.7, micro_batch_size=7),
+    Layout("recompute", logprob_mode="recompute"),
 ]
 TWO_RANKS = [
     Layout("tp2", tensor=2),
     Layout("tp2-split-sp", tensor=2, sequence_parallel=True, micro_batch_size=4),
+    Layout("tp2-recompute", tensor=2, logprob_mode="recompute", micro_batch_size=9),
+    Layout("tp2-recompute-sp", tensor=2, sequence_parallel=True, logprob_mode="recompute"),
     Layout("dp2"),
     Layout("dp2-split", micro_batch_size=3),
     Layout("dp2-budget", max_tokens=30),

@@ -6,57 +6,81 @@ import pytest
 import torch
 
 from tests.distributed.harness import run_ranks
+from tests.kernels.reference import Case, assert_agrees, expected_of, make_case
 
-VOCAB, COLUMNS = 1001, 1004  # padded so that 2 and 4 ranks get equal parts; the padding is the last rank's
+CASES = [
+    # vocabulary, columns (padded so that 4 ranks get equal parts), tokens, dtype, temperature, shift
+    (7, 8, 9, torch.float32, 1.0, 0.0),
+    (5, 8, 9, torch.float32, 0.7, 0.0),  # on 4 ranks the last one holds padding alone
+    (1001, 1004, 37, torch.float32, 0.7, 300.0),
+    (1001, 1004, 37, torch.float32, 1.3, -300.0),
+    (1500, 1500, 16, torch.bfloat16, 0.7, 0.0),
+    (1500, 1500, 16, torch.float16, 1.3, 0.0),
+    (32000, 32000, 8, torch.bfloat16, 1.0, 0.0),
+    (151936, 152064, 6, torch.float32, 1.3, 0.0),
+]
+EXCLUDED_PART = len(CASES)
+"""One more case: the second half's tokens are all excluded (-inf)."""
 
 
-def inputs() -> tuple[torch.Tensor, ...]:
-    g = torch.Generator().manual_seed(3)
-    logits = torch.randn(37, COLUMNS, generator=g) * 5 + 50
-    logits[:, VOCAB:] = 1e4
-    targets = torch.randint(0, VOCAB, (37,), generator=g)
-    targets[:8] = torch.tensor([0, 250, 251, 501, 502, 753, VOCAB - 1, -100])  # both edges of parts
-    return logits, targets, torch.randn(37, generator=g), torch.randn(37, generator=g)
+def case_of(number: int) -> Case:
+    if number == EXCLUDED_PART:
+        case = make_case((12,), 400, seed=9)
+        case.logits[:, 200:] = -torch.inf
+        case.targets[case.targets >= 200] -= 200
+        return case
+    vocab, columns, tokens, dtype, temperature, shift = CASES[number]
+    case = make_case((tokens,), vocab, columns, dtype=dtype, temperature=temperature, shift=shift, seed=number)
+    quarter = columns // 4
+    edges = torch.tensor([0, quarter - 1, quarter, 2 * quarter - 1, 2 * quarter, vocab - 1])
+    case.targets[: len(edges)] = edges.clamp(max=vocab - 1)
+    return case
 
 
-def score(rank: int, ranks: int) -> dict[str, torch.Tensor | int]:
+def score(rank: int, ranks: int) -> list[dict]:
     import torch.distributed as dist
 
     from m2po_megatron.kernels.logprob import vocab_parallel_logprob
 
-    logits, targets, upstream, upstream_entropy = inputs()
-    part = logits.chunk(ranks, 1)[rank].clone().requires_grad_()
-    calls = []
-    real = dist.all_gather
-    dist.all_gather = lambda *a, **k: (calls.append(a[1].nbytes), real(*a, **k))[1]
-    logp, entropy = vocab_parallel_logprob(
-        part, targets, temperature=0.7, entropy="grad", tp_group=dist.group.WORLD, vocab_size=VOCAB
-    )
-    (logp * upstream + entropy * upstream_entropy).sum().backward()
-    dist.all_gather = real
-    return {"logp": logp.detach(), "entropy": entropy.detach(), "grad": part.grad, "bytes": calls}
+    sent: list[int] = []
+    real = dist.all_gather_into_tensor
+
+    def counted(out: torch.Tensor, own: torch.Tensor, **options):
+        sent.append(own.nbytes)
+        return real(out, own, **options)
+
+    dist.all_gather_into_tensor = counted
+    results = []
+    for number in range(len(CASES) + 1):
+        case = case_of(number)
+        part = case.logits.chunk(ranks, 1)[rank].clone().requires_grad_()
+        sent.clear()
+        logprobs, entropies = vocab_parallel_logprob(
+            part,
+            case.targets,
+            temperature=case.temperature,
+            entropy="grad",
+            tp_group=dist.group.WORLD,
+            vocab_size=case.vocab_size,
+        )
+        (logprobs * case.upstream + entropies * case.upstream_entropy).sum().backward()
+        values = torch.stack([logprobs, entropies]).detach()
+        results.append({"values": values, "grad": part.grad, "sent": list(sent)})
+    return results
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_together_equal_one_process(ranks: int) -> None:
-    results = run_ranks(score, ranks, ranks)
-    logits, targets, upstream, upstream_entropy = inputs()
-    exact = logits[:, :VOCAB].double().requires_grad_()
-    log_p = torch.log_softmax(exact / 0.7, -1)
-    ignored = targets == -100
-    logp = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0].masked_fill(ignored, 0.0)
-    entropy = -(log_p.exp() * log_p).sum(-1).masked_fill(ignored, 0.0)
-    (logp * upstream + entropy * upstream_entropy).sum().backward()
-    for result in results:
-        assert torch.equal(result["logp"], results[0]["logp"])
-        assert torch.equal(result["entropy"], results[0]["entropy"])
-        assert result["bytes"] == [16 * len(targets)]
-    assert float((results[0]["logp"] - logp).abs().max()) <= 1e-5
-    assert float((results[0]["entropy"] - entropy).abs().max()) <= 1e-5
-    gradient = torch.cat([result["grad"] for result in results], 1)
-    assert float((gradient[:, :VOCAB] - exact.grad).abs().max()) <= 2e-5
-    assert float(gradient[:, VOCAB:].abs().sum()) == 0.0
-    assert float(gradient.sum(1).abs().max()) <= 1e-4
+    found = run_ranks(score, ranks, ranks)
+    for number in range(len(CASES) + 1):
+        case, results = case_of(number), [rank[number] for rank in found]
+        for result in results:
+            assert torch.equal(result["values"], results[0]["values"])
+            assert result["sent"] == ([] if ranks == 1 else [16 * len(case.targets)])
+        gradient = torch.cat([result["grad"] for result in results], 1)
+        assert_agrees(*results[0]["values"], gradient, case, expected_of(case))
+        if case.logits.dtype == torch.float32:
+            assert float(gradient.sum(1).abs().max()) <= 1e-4
 
 
 def gathered(rank: int) -> str:

@@ -21,6 +21,7 @@ class Layout:
     micro_batch_size: int | None = None
     max_tokens: int | None = None
     policy_loss: str = "m2po"
+    logprob_mode: str = "store"
     temperature: float = 1.0
 
 
@@ -50,7 +51,7 @@ def build(layout: Layout, model_path: str, lr: float = 1e-9):
     )
     world = initialize(parallel, seed=0)
     policy = build_policy(
-        ModelSettings(hf_path=model_path),
+        ModelSettings(hf_path=model_path, logprob_mode=layout.logprob_mode, logprob_chunk_tokens=11),
         parallel,
         OptimizerSettings(lr=lr, clip_grad=0.0),
         train_iters=10,

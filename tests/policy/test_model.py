@@ -66,9 +66,11 @@ def build(path: str, **settings: Any) -> Any:
 def logits_of(policy: Any, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """Logits [t, V] of one packed row."""
     from m2po_megatron.policy.attention import pack_sequences
+    from m2po_megatron.policy.model import output_weight
 
     row = pack_sequences(lengths, ids.device)
-    return policy.model(ids[None], None, None, packed_seq_params=row)[0][:, : policy.architecture.vocab_size].float()
+    hidden = policy.model(ids[None], None, None, packed_seq_params=row)[0]
+    return (hidden.float() @ output_weight(policy.gpt).float().t())[:, : policy.architecture.vocab_size]
 
 
 def gradients(policy: Any) -> tuple[int, dict[str, torch.Tensor]]:

@@ -1,0 +1,68 @@
+"""linear_logprob over gloo ranks: each rank's own gradients are right, whole or sequence parallel, and summed once."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests.distributed.harness import run_ranks
+from tests.kernels.reference import IGNORED, assert_close, reference_logprob
+
+TOKENS, HIDDEN, VOCAB, COLUMNS = 24, 12, 1001, 1004
+CASES = list(product(["store", "recompute"], [False, True]))  # (mode, sequence parallel)
+
+
+def inputs() -> tuple[torch.Tensor, ...]:
+    g = torch.Generator().manual_seed(11)
+    hidden, weight = torch.randn(TOKENS, HIDDEN, generator=g), torch.randn(COLUMNS, HIDDEN, generator=g)
+    targets = torch.randint(0, VOCAB, (TOKENS,), generator=g)
+    targets[:8] = torch.tensor([0, 250, 251, 501, 502, 753, VOCAB - 1, IGNORED])  # both edges of parts
+    return hidden, weight, targets, torch.randn(TOKENS, generator=g), torch.randn(TOKENS, generator=g)
+
+
+def score(rank: int, ranks: int) -> list[dict[str, torch.Tensor]]:
+    import torch.distributed as dist
+
+    from m2po_megatron.kernels.logprob import linear_logprob
+
+    results = []
+    for mode, sequence_parallel in CASES:
+        hidden, weight, targets, upstream, upstream_entropy = inputs()
+        own = (hidden.chunk(ranks)[rank] if sequence_parallel else hidden).clone().requires_grad_()
+        part = weight.chunk(ranks)[rank].clone().requires_grad_()
+        logprobs, entropies = linear_logprob(
+            own,
+            part,
+            targets,
+            mode=mode,
+            temperature=1.3,
+            entropy="grad",
+            tp_group=dist.group.WORLD,
+            sequence_parallel=sequence_parallel,
+            vocab_size=VOCAB,
+            chunk_tokens=7,
+        )
+        (logprobs * upstream + entropies * upstream_entropy).sum().backward()
+        results.append({"values": torch.stack([logprobs, entropies]).detach(), "hidden": own.grad, "weight": part.grad})
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_together_equal_one_process(ranks: int) -> None:
+    found = run_ranks(score, ranks, ranks)
+    hidden, weight, targets, upstream, upstream_entropy = inputs()
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logprobs, entropies = reference_logprob(hidden @ weight.t(), targets, 1.3, VOCAB)
+    (logprobs * upstream + entropies * upstream_entropy).sum().backward()
+    for case, (_, sequence_parallel) in enumerate(CASES):
+        results = [rank[case] for rank in found]
+        for result in results:
+            assert torch.equal(result["values"], results[0]["values"])
+            if not sequence_parallel:
+                assert torch.equal(result["hidden"], results[0]["hidden"])
+        assert_close(results[0]["values"], torch.stack([logprobs, entropies]), 1e-5)
+        whole = torch.cat([r["hidden"] for r in results]) if sequence_parallel else results[0]["hidden"]
+        assert_close(whole, hidden.grad, 2e-6 * float(hidden.grad.abs().max()))
+        assert_close(torch.cat([r["weight"] for r in results]), weight.grad, 2e-6 * float(weight.grad.abs().max()))
