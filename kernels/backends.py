@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Protocol, cast
 
 import torch.distributed as dist
@@ -105,6 +106,11 @@ def choose_backend(name: str, logits: Tensor) -> Backend:
     if obstacle := backend if isinstance(backend, str) else backend.obstacle(logits):
         raise ValueError(f"backend {name!r} of the log-prob kernels cannot be used here: {obstacle}")
     return cast(Backend, backend)
+
+
+def backend_name(logits: Tensor) -> str:
+    """What "auto" takes for these logits, for the start-up line."""
+    return cast(ModuleType, choose_backend("auto", logits)).__name__.rpartition("_")[2]
 
 
 @functools.cache

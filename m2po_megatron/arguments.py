@@ -192,7 +192,7 @@ def _scalar(value: Any, kind: Any) -> Any:
 _AT_LEAST_ONE = (
     *("train_iters", "global_batch_size", "micro_batch_size", "max_tokens_per_micro_batch", "eval_samples_per_prompt"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by", "lr_decay_iters"),
-    *("distributed_timeout_minutes", "engine_floor_samples"),
+    *("distributed_timeout_minutes", "engine_floor_samples", "logprob_chunk_tokens"),
 )
 _BELOW = {"adam_beta1": 1.0, "adam_beta2": 1.0, "seed": 2**32}
 
@@ -233,6 +233,8 @@ def _check_contradictions(settings: Settings) -> None:
         raise ValueError("--micro-batch-size and --max-tokens-per-micro-batch: give one of them, not both")
     if settings.rollout.group_size == 1:
         raise ValueError("--group-size 1: an advantage compares the samples of a group, so it needs at least 2")
+    if settings.model.logits_dtype == "bf16" and not settings.model.bf16:
+        raise ValueError("--logits-dtype bf16: needs --bf16; a float32 model's logits are float32")
     if optimizer.min_lr > optimizer.lr:
         raise ValueError(f"--min-lr {optimizer.min_lr}: is above --lr {optimizer.lr}")
     if optimizer.lr_decay_iters is not None and optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:

@@ -20,6 +20,7 @@ from m2po_megatron.arguments import Settings
 from m2po_megatron.checkpoint import RunPosition, latest_checkpoint, load_checkpoint
 from m2po_megatron.data.prompts import read_prompts
 from m2po_megatron.initialize import World
+from m2po_megatron.kernels.backends import backend_name
 from m2po_megatron.metrics import MetricsWriter
 from m2po_megatron.policy.forward import Policy, build_policy
 from m2po_megatron.policy.model import layer_spec_name
@@ -188,6 +189,7 @@ def announce(settings: Settings, world: World, policy: Policy, position: RunPosi
         f"layout       {layout} on {world.device.type} ({dist.get_backend()}), torch {torch.__version__}",
         f"megatron     core {importlib.metadata.version('megatron-core')}, {layer_spec_name()} layer spec, "
         f"apex {'found' if apex else 'not installed'}",
+        f"log-probs    {_logprob_kernel(settings, world)}",
         f"loss         {settings.loss.policy_loss}, M2 threshold {settings.loss.m2_threshold}",
         f"rollouts     {rollout.rollout_engine}, at most {rollout.max_staleness} updates stale",
         f"run          {settings.run.directory}, version {position.version}, incarnation {position.incarnation}",
@@ -196,3 +198,8 @@ def announce(settings: Settings, world: World, policy: Policy, position: RunPosi
         logger.info(line)
 
 
+def _logprob_kernel(settings: Settings, world: World) -> str:
+    """Which kernel makes log-probs here, from which logits."""
+    model = settings.model
+    logits = torch.empty(0, dtype=torch.float32 if model.logits_dtype == "fp32" else torch.bfloat16, device=world.device)
+    return f"{backend_name(logits)} kernel, {model.logits_dtype} logits, mode {model.logprob_mode}"

@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def method_named(name: str) -> Method:
 
 def start_megatron(folder: str) -> None:
     """One gloo rank that is the whole tensor-parallel group."""
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine)")  # megatron-core says so without them
     from megatron.core import parallel_state
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous-{os.getpid()}", rank=0, world_size=1)
@@ -119,7 +121,7 @@ def grown_memory_of_fresh_process(*arguments: Any) -> int:
 
 def largest_difference(mine: Tensor, reference: Tensor) -> float:
     """By rows, as both may be large. NaN anywhere gives infinity."""
-    differences = [float((a - b).abs().max()) for a, b in zip(mine.split(64), reference.split(64), strict=True)]
+    differences = [float((a - b).detach().abs().max()) for a, b in zip(mine.split(64), reference.split(64), strict=True)]
     return max(torch.inf if d != d else d for d in differences)
 
 
