@@ -1,4 +1,4 @@
-"""The kernels on a CUDA device: Triton's values, its launches, and linear_logprob on tensor cores. `pytest -m gpu tests/kernels`."""
+"""The kernels on a CUDA device: values, launches, linear_logprob on tensor cores. `pytest -m gpu tests/kernels`."""
 
 from __future__ import annotations
 
