@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from m2po_megatron.policy.forward import Policy
@@ -45,8 +46,10 @@ class RunPosition:
 
 def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True), **_OPTIMIZER_FORMAT}
-    model = policy.gpt.sharded_state_dict(metadata=metadata)
-    model = {name: value for name, value in model.items() if not name.endswith("_extra_state")}
+    model = {}
+    for prefix, chunk in _named_chunks(policy):
+        state = chunk.sharded_state_dict(metadata=metadata)
+        model.update({prefix + name: value for name, value in state.items() if not name.endswith("_extra_state")})
     if is_loading:
         _prime_optimizer(policy)
     optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
@@ -55,9 +58,16 @@ def _sharded_state(policy: Policy, *, is_loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scheduler": schedule, **bound_to}
 
 
+def _named_chunks(policy: Policy) -> list[tuple[str, GPTModel]]:
+    """(prefix of its names in this rank's dictionary, piece). The files know layers by their global number alone."""
+    if len(policy.chunks) == 1:
+        return [("", policy.chunks[0])]
+    return [(f"model{number}.", chunk) for number, chunk in enumerate(policy.chunks)]
+
+
 def _optimizer_layout(policy: Policy) -> dict[str, Any]:
     """What the optimizer's part is bound to: nothing but its kind, or TP and PP too where it is distributed."""
-    distributed = bool(policy.model.ddp_config.use_distributed_optimizer)
+    distributed = bool(policy.models[0].ddp_config.use_distributed_optimizer)
     sizes = {
         "--tensor-model-parallel-size": parallel_state.get_tensor_model_parallel_world_size(),
         "--pipeline-model-parallel-size": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -157,7 +167,9 @@ def load_checkpoint(policy: Policy, checkpoint: Path) -> RunPosition:
         # AttributeError: megatron-core 0.16 stumbles over its own words where common.pt is missing.
         raise ValueError(f"--load: {checkpoint} is not a whole checkpoint: {error}") from error
     with torch.no_grad():
-        policy.gpt.load_state_dict(state["model"], strict=False)
+        for prefix, chunk in _named_chunks(policy):
+            own = {name.removeprefix(prefix): value for name, value in state["model"].items() if name.startswith(prefix)}
+            chunk.load_state_dict(own, strict=False)
         policy.optimizer.load_state_dict(state["optimizer"])
         _restore_steps(policy)
     for group, values in zip(policy.optimizer.param_groups, flags, strict=True):

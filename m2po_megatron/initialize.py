@@ -35,24 +35,35 @@ class World:
 
 def check_layout(parallel: ParallelSettings, world_size: int) -> None:
     """Raise ValueError unless the ranks divide into the layout."""
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        if getattr(parallel, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(parallel, name)}: must be at least 1")
-    for name in ("context_parallel_size", "expert_model_parallel_size"):
-        if getattr(parallel, name) != 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(parallel, name)}: only 1 is supported by this version")
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        _at_least_one(parallel, name)
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank"):
+        _at_least_one(parallel, name)
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if parallel.sequence_parallel and tensor == 1:
         raise ValueError("--sequence-parallel: needs --tensor-model-parallel-size above 1")
-    ranks = (
-        parallel.tensor_model_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.context_parallel_size
-    )
+    if parallel.num_virtual_stages_per_pipeline_rank is not None and pipeline == 1:
+        raise ValueError("--num-virtual-stages-per-pipeline-rank: needs --pipeline-model-parallel-size above 1")
+    ranks = tensor * pipeline * parallel.context_parallel_size
     if world_size % ranks:
         raise ValueError(
             f"{world_size} ranks cannot be divided by --tensor-model-parallel-size x --pipeline-model-parallel-size x "
             f"--context-parallel-size = {ranks}; start a multiple of {ranks} processes or change the layout"
         )
+    experts = (parallel.expert_tensor_parallel_size or tensor) * parallel.expert_model_parallel_size
+    if (world_size // pipeline) % experts:
+        raise ValueError(
+            f"{world_size // pipeline} ranks of a pipeline stage cannot be divided by --expert-tensor-parallel-size x "
+            f"--expert-model-parallel-size = {experts}"
+        )
+    if parallel.expert_model_parallel_size > 1 and tensor > 1 and not parallel.sequence_parallel:
+        raise ValueError("--expert-model-parallel-size: beside tensor parallelism it needs --sequence-parallel")
+
+
+def _at_least_one(parallel: ParallelSettings, name: str) -> None:
+    value = getattr(parallel, name)
+    if value is not None and value < 1:
+        raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
 
 
 def initialize(parallel: ParallelSettings, seed: int) -> World:
@@ -83,8 +94,10 @@ def initialize(parallel: ParallelSettings, seed: int) -> World:
     parallel_state.initialize_model_parallel(
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
+        parallel.num_virtual_stages_per_pipeline_rank if (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1 else None,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
     )
     torch.manual_seed(seed)

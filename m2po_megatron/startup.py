@@ -72,7 +72,7 @@ def start_policy(settings: Settings, world: World) -> tuple[Policy, RunPosition]
             settings.optimizer,
             train_iters=run.train_iters,
             device=world.device,
-            load_weights=lambda gpt, arch: None if checkpoint else load_hf(gpt, arch, settings.model.hf_path),
+            load_weights=lambda chunks, arch: None if checkpoint else load_hf(chunks, arch, settings.model.hf_path),
         ),
     )
     position = RunPosition(hf_path=settings.model.hf_path)
@@ -135,7 +135,7 @@ def _next_incarnation(world: World, run_dir: Path, saved: int) -> int:
 def publish_policy(settings: Settings, policy: Policy, version: int, in_use_from: int) -> Path:
     """Write the weights for the engines. Collective over all ranks."""
     return write_version(
-        policy.gpt,
+        policy.chunks,
         policy.architecture,
         settings.model.hf_path,
         settings.run.directory,
@@ -184,8 +184,9 @@ def announce(settings: Settings, world: World, policy: Policy, position: RunPosi
     layout = (
         f"TP={parallel.tensor_model_parallel_size} PP={parallel.pipeline_model_parallel_size} DP={world.data_parallel_size}"
     )
+    parameters = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
     lines = [
-        f"policy       {policy.architecture.name}, {sum(p.numel() for p in policy.gpt.parameters()):,} parameters on rank 0",
+        f"policy       {policy.architecture.name}, {parameters:,} parameters on rank 0",
         f"layout       {layout} on {world.device.type} ({dist.get_backend()}), torch {torch.__version__}",
         f"megatron     core {importlib.metadata.version('megatron-core')}, {layer_spec_name()} layer spec, "
         f"apex {'found' if apex else 'not installed'}",

@@ -132,7 +132,8 @@ def train_update(
             mask = find_mask(ratios, micro_batches, settings.m2_threshold)
             masks = list(mask.mask.split([len(b.token_ids) for b in micro_batches]))
         mask_seconds = time.perf_counter() - start - logprob_seconds
-    policy.model.zero_grad_buffer()
+    for model in policy.models:
+        model.zero_grad_buffer()
     policy.optimizer.zero_grad()
     consumer = _MaskedLoss(settings, denominator, masks)
     reports = run_micro_batches(policy, micro_batches, consumer, temperature=temperature, entropy="value")

@@ -80,7 +80,7 @@ def bare_update(policy: Policy, micro_batches: Sequence[MicroBatch]) -> None:
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iter(micro_batches),
-                model=policy.model,
+                model=policy.models[0],
                 num_microbatches=len(micro_batches),
                 seq_length=int(micro_batches[0].token_ids.numel()),
                 micro_batch_size=1,
@@ -88,7 +88,7 @@ def bare_update(policy: Policy, micro_batches: Sequence[MicroBatch]) -> None:
             )
 
     run(forward_only=True)
-    policy.model.zero_grad_buffer()
+    policy.models[0].zero_grad_buffer()
     policy.optimizer.zero_grad()
     run(forward_only=False)
     policy.optimizer.step()
@@ -151,7 +151,7 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
         OptimizerSettings(lr=1e-9),
         train_iters=1000,
         device=world.device,
-        load_weights=lambda gpt, architecture: load_hf(gpt, architecture, arguments.hf_path),
+        load_weights=lambda chunks, architecture: load_hf(chunks, architecture, arguments.hf_path),
     )
     batch = make_batch(world, policy.architecture.vocab_size, arguments)
     settings = LossSettings()

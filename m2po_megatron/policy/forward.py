@@ -22,7 +22,7 @@ from m2po_megatron.data.packing import MicroBatch
 from m2po_megatron.kernels.logprob import linear_logprob
 from m2po_megatron.policy.architecture import Architecture, read_architecture
 from m2po_megatron.policy.attention import pack_sequences
-from m2po_megatron.policy.model import build_model, output_weight, wrap_model
+from m2po_megatron.policy.model import build_model, output_weight, virtual_stages, wrap_model
 from m2po_megatron.policy.optimizer import build_optimizer
 from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings
 
@@ -36,11 +36,16 @@ class Policy:
 
     architecture: Architecture
     settings: ModelSettings
-    gpt: GPTModel
-    model: DistributedDataParallel
+    chunks: list[GPTModel]  # one, or one for each virtual pipeline stage
+    models: list[DistributedDataParallel]  # the same, as trained
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     device: torch.device
+
+    @property
+    def gpt(self) -> GPTModel:
+        """The piece with the highest layers, which on the last stage ends in the hidden states."""
+        return self.chunks[-1]
 
     @property
     def is_last_stage(self) -> bool:
@@ -59,17 +64,17 @@ def build_policy(
     *,
     train_iters: int,
     device: torch.device,
-    load_weights: Callable[[GPTModel, Architecture], None],
+    load_weights: Callable[[list[GPTModel], Architecture], None],
 ) -> Policy:
-    """Build, fill with `load_weights(gpt, architecture)`, wrap. Weights come before the optimizer, which copies them."""
+    """Build, fill with `load_weights(chunks, architecture)`, wrap. Weights come before the optimizer, which copies them."""
     architecture = read_architecture(model.hf_path)
     _check_divisible(architecture, parallel)
-    gpt = build_model(architecture, model, parallel, device)
-    load_weights(gpt, architecture)
-    wrapped = wrap_model(gpt, use_distributed_optimizer=optimizer.use_distributed_optimizer)
-    gpt.config.finalize_model_grads_func = _finalize_without_scaling
+    chunks = build_model(architecture, model, parallel, device)
+    load_weights(chunks, architecture)
+    wrapped = wrap_model(chunks, optimizer)
+    chunks[0].config.finalize_model_grads_func = _finalize_without_scaling
     adam, scheduler = build_optimizer(wrapped, optimizer, train_iters)
-    return Policy(architecture, model, gpt, wrapped, adam, scheduler, device)
+    return Policy(architecture, model, chunks, wrapped, adam, scheduler, device)
 
 
 def _check_divisible(architecture: Architecture, parallel: ParallelSettings) -> None:
@@ -81,10 +86,12 @@ def _check_divisible(architecture: Architecture, parallel: ParallelSettings) -> 
     ):
         if number % size:
             raise ValueError(f"--tensor-model-parallel-size {size}: the model's {what} ({number}) do not divide by it")
-    if architecture.num_layers % parallel.pipeline_model_parallel_size:
+    pipeline, pieces = parallel.pipeline_model_parallel_size, virtual_stages(parallel) or 1
+    if architecture.num_layers % (pipeline * pieces):
+        virtual = f" x --num-virtual-stages-per-pipeline-rank {pieces}" if pieces > 1 else ""
         raise ValueError(
-            f"--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}: the model's "
-            f"{architecture.num_layers} layers do not divide by it"
+            f"--pipeline-model-parallel-size {pipeline}{virtual}: the model's {architecture.num_layers} layers do not "
+            "divide by it"
         )
 
 
@@ -108,7 +115,6 @@ def run_micro_batches(
     averaged over micro-batches nor over ranks. Returns its reports, in order ([] on other stages). Gradients are reduced
     over data-parallel ranks when this returns.
     """
-    numbered = enumerate(micro_batches)
 
     def forward_step(batches: Iterator[tuple[int, MicroBatch]], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         number, micro_batch = next(batches)
@@ -127,11 +133,12 @@ def run_micro_batches(
 
         return hidden, loss
 
+    iterators = [enumerate(micro_batches) for _ in policy.models]  # each virtual stage goes through all of them
     with torch.set_grad_enabled(not forward_only):
         reports: list[dict[str, Tensor]] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=numbered,
-            model=policy.model,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=policy.models if len(policy.models) > 1 else policy.models[0],
             num_microbatches=len(micro_batches),
             seq_length=int(micro_batches[0].token_ids.numel()),  # real lengths travel with the tensors
             micro_batch_size=1,

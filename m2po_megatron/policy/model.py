@@ -1,13 +1,14 @@
 """The policy in training: a megatron-core GPTModel built from a Hugging Face config.
 
 TransformerEngine's layer spec is used where it is installed and there is a GPU; otherwise Megatron's local spec with our
-norm and packed attention. Omits mixture-of-experts and context parallelism.
+norm and packed attention.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from m2po_megatron.policy.architecture import Architecture
 from m2po_megatron.policy.attention import PackedAttention, PackedRotaryEmbedding
-from m2po_megatron.policy.settings import ModelSettings, ParallelSettings
+from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,9 @@ def transformer_config(
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     recompute: dict[str, Any] = {"recompute_granularity": model.recompute_granularity}
     if model.recompute_granularity == "full":
-        recompute.update(recompute_method="uniform", recompute_num_layers=1)
+        recompute.update(
+            recompute_method=model.recompute_method or "uniform", recompute_num_layers=model.recompute_num_layers or 1
+        )
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -66,9 +69,11 @@ def transformer_config(
         autocast_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_stages(parallel),
+        overlap_p2p_comm=virtual_stages(parallel) is not None,  # the interleaved schedule knows no other way
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        moe_token_dispatcher_type="alltoall",  # the default does not know packed rows, and is checked without experts too
+        moe_token_dispatcher_type=model.moe_token_dispatcher_type,  # checked without experts too
         variable_seq_lengths=True,  # micro-batches are packed rows of different lengths
         # The loss we hand over is already divided by the global denominator: Megatron must sum, never average.
         calculate_per_token_loss=True,
@@ -84,6 +89,12 @@ def transformer_config(
     )
 
 
+def virtual_stages(parallel: ParallelSettings) -> int | None:
+    """Pieces of the layers on each pipeline rank; None where there is one."""
+    pieces = parallel.num_virtual_stages_per_pipeline_rank
+    return pieces if pieces is not None and pieces > 1 else None
+
+
 def padded_vocab_size(architecture: Architecture, model: ModelSettings, parallel: ParallelSettings) -> int:
     """The vocabulary with as many empty rows as make every shard a multiple of --make-vocab-size-divisible-by."""
     multiple = model.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
@@ -97,7 +108,7 @@ def layer_spec_name() -> str:
     return "local"
 
 
-def _layer_specs(config: TransformerConfig) -> Any:
+def _layer_specs(config: TransformerConfig, virtual_stage: int | None) -> Any:
     if layer_spec_name() == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -109,7 +120,7 @@ def _layer_specs(config: TransformerConfig) -> Any:
         parts.self_attention.submodules.q_layernorm = RMSNorm
         parts.self_attention.submodules.k_layernorm = RMSNorm
     parts.self_attention.submodules.core_attention = PackedAttention
-    layers = [spec] * get_num_layers_to_build(config)
+    layers = [spec] * get_num_layers_to_build(config, virtual_stage)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
@@ -120,24 +131,34 @@ def _pass_hidden_states(hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch
 
 def build_model(
     architecture: Architecture, model: ModelSettings, parallel: ParallelSettings, device: torch.device
-) -> GPTModel:
-    """This rank's part of the model, on `device`, with Megatron's initial weights.
+) -> list[GPTModel]:
+    """This rank's part of the model, on `device`, with Megatron's initial weights: one GPTModel, or one for each of its
+    virtual pipeline stages, in the order of their layers.
 
-    On the last pipeline stage it returns hidden states, [1, t, H] (under sequence parallelism this rank's t/TP), instead
-    of logits; `output_weight(gpt)` is the matrix that makes logits of them.
+    The last of the last stage returns hidden states, [1, t, H] (under sequence parallelism this rank's t/TP), instead of
+    logits; `output_weight` is the matrix that makes logits of them.
     """
     config = transformer_config(architecture, model, parallel)
+    pieces = virtual_stages(parallel)
+    stages = [None] if pieces is None else list(range(pieces))
+    return [_build_piece(config, architecture, padded_vocab_size(architecture, model, parallel), s, device) for s in stages]
+
+
+def _build_piece(
+    config: TransformerConfig, architecture: Architecture, vocabulary: int, stage: int | None, device: torch.device
+) -> GPTModel:
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=_layer_specs(config),
-        vocab_size=padded_vocab_size(architecture, model, parallel),
+        transformer_layer_spec=_layer_specs(config, stage),
+        vocab_size=vocabulary,
         max_sequence_length=architecture.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         share_embeddings_and_output_weights=architecture.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=architecture.rope_theta,  # type: ignore[arg-type]
         parallel_output=True,
+        vp_stage=stage,
     )
     if layer_spec_name() == "local":
         gpt.rotary_pos_emb = PackedRotaryEmbedding(
@@ -160,11 +181,24 @@ def output_weight(gpt: GPTModel) -> torch.Tensor:
     return own
 
 
-def wrap_model(gpt: GPTModel, *, use_distributed_optimizer: bool) -> DistributedDataParallel:
-    """Megatron's DDP: one contiguous float32 gradient buffer, summed (not averaged) over data-parallel ranks."""
-    config = gpt.config
-    module = Float16Module(config, gpt) if config.bf16 else gpt
+def wrap_model(chunks: Sequence[GPTModel], optimizer: OptimizerSettings) -> list[DistributedDataParallel]:
+    """Megatron's DDP: contiguous float32 gradient buffers, summed (not averaged) over data-parallel ranks."""
+    config = chunks[0].config
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=use_distributed_optimizer, average_in_collective=False
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=optimizer.use_distributed_optimizer,
+        overlap_grad_reduce=optimizer.overlap_grad_reduce,
+        average_in_collective=False,
     )
-    return DistributedDataParallel(config, ddp, module)
+    wrapped = [
+        DistributedDataParallel(
+            config,
+            ddp,
+            Float16Module(config, chunk) if config.bf16 else chunk,
+            disable_bucketing=number > 0,  # later pieces have no communication left to hide theirs behind
+        )
+        for number, chunk in enumerate(chunks)
+    ]
+    if optimizer.overlap_grad_reduce:
+        config.no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [each.no_sync for each in wrapped]
+    return wrapped

@@ -14,10 +14,10 @@ from m2po_megatron.policy.settings import OptimizerSettings
 
 
 def build_optimizer(
-    model: DistributedDataParallel, settings: OptimizerSettings, train_iters: int
+    models: list[DistributedDataParallel], settings: OptimizerSettings, train_iters: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW under Megatron's wrapper (FP32 or mixed precision), and its schedule counted in updates."""
-    bf16 = bool(model.config.bf16)
+    bf16 = bool(models[0].config.bf16)
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -33,7 +33,7 @@ def build_optimizer(
     )
     with warnings.catch_warnings():  # Megatron says that it falls back to torch's AdamW: so does our start-up line
         warnings.simplefilter("ignore")
-        optimizer = get_megatron_optimizer(config, [model])
+        optimizer = get_megatron_optimizer(config, models)
     decay: Any = settings.lr_decay_iters or train_iters
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -15,6 +15,19 @@ class ModelSettings:
     recompute_granularity: str | None = field(
         default=None, metadata={"help": "activation recomputation", "choices": ["full", "selective"]}
     )
+    recompute_method: str | None = field(
+        default=None,
+        metadata={"help": "which layers 'full' recomputes (default: uniform)", "choices": ["uniform", "block"]},
+    )
+    recompute_num_layers: int | None = field(default=None, metadata={"help": "layers per unit of --recompute-method"})
+    moe_router_load_balancing_type: str = field(
+        default="none",
+        metadata={"help": "balance experts by an auxiliary loss, or leave the router alone", "choices": ["none", "aux_loss"]},
+    )
+    moe_aux_loss_coeff: float = field(default=0.0, metadata={"help": "weight of that loss, per token of the mini-batch"})
+    moe_token_dispatcher_type: str = field(
+        default="alltoall", metadata={"help": "how tokens reach their experts' ranks", "choices": ["alltoall", "allgather"]}
+    )
     logprob_mode: str = field(
         default="store",
         metadata={
@@ -35,8 +48,14 @@ class ModelSettings:
 class ParallelSettings:
     tensor_model_parallel_size: int = field(default=1, metadata={"help": "ranks that share each layer's matrices"})
     pipeline_model_parallel_size: int = field(default=1, metadata={"help": "ranks that share the layers"})
-    context_parallel_size: int = field(default=1, metadata={"help": "ranks that share each sequence (1 in this version)"})
-    expert_model_parallel_size: int = field(default=1, metadata={"help": "ranks that share experts (1 in this version)"})
+    num_virtual_stages_per_pipeline_rank: int | None = field(
+        default=None, metadata={"help": "pieces of the layers per pipeline rank, interleaved (needs pipeline parallelism)"}
+    )
+    context_parallel_size: int = field(default=1, metadata={"help": "ranks that share each sequence"})
+    expert_model_parallel_size: int = field(default=1, metadata={"help": "ranks that share the experts of a layer"})
+    expert_tensor_parallel_size: int | None = field(
+        default=None, metadata={"help": "ranks that share each expert's matrices (default: --tensor-model-parallel-size)"}
+    )
     sequence_parallel: bool = field(default=False, metadata={"help": "shard norm activations over tensor-parallel ranks"})
     distributed_backend: str = field(
         default="auto", metadata={"help": "auto = nccl with CUDA, else gloo", "choices": ["auto", "nccl", "gloo"]}
@@ -60,4 +79,7 @@ class OptimizerSettings:
     clip_grad: float = field(default=1.0, metadata={"help": "largest global gradient norm; 0 = no clipping"})
     use_distributed_optimizer: bool = field(
         default=False, metadata={"help": "shard optimizer state over data-parallel ranks"}
+    )
+    overlap_grad_reduce: bool = field(
+        default=False, metadata={"help": "reduce gradients over data-parallel ranks while the backward pass still runs"}
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -99,24 +99,25 @@ def check_tensors(reader: HFReader, arch: Architecture) -> None:
             )
 
 
-def local_tensors(gpt: GPTModel, arch: Architecture) -> Iterator[tuple[Row, int, Tensor]]:
+def local_tensors(chunks: Sequence[GPTModel], arch: Architecture) -> Iterator[tuple[Row, int, Tensor]]:
     """(row, global layer number, this rank's parameter) for every row that lives on this pipeline stage."""
-    parameters = dict(gpt.named_parameters())
-    offset = gpt.decoder.layers[0].layer_number - 1 if len(gpt.decoder.layers) else 0
-    tied_copy = arch.tied_embeddings and not gpt.pre_process
-    for row in table(arch):
-        layers = range(len(gpt.decoder.layers)) if row.per_layer else range(1)
-        for local in layers:
-            for name in (row.megatron, row.te):
-                parameter = parameters.get(name.format(layer=local)) if name else None
-                if parameter is not None:
-                    yield row, local + offset, parameter
-        if tied_copy and row.megatron == "embedding.word_embeddings.weight" and "output_layer.weight" in parameters:
-            yield row, 0, parameters["output_layer.weight"]
+    for gpt in chunks:
+        parameters = dict(gpt.named_parameters())
+        offset = gpt.decoder.layers[0].layer_number - 1 if len(gpt.decoder.layers) else 0
+        tied_copy = arch.tied_embeddings and not gpt.pre_process
+        for row in table(arch):
+            layers = range(len(gpt.decoder.layers)) if row.per_layer else range(1)
+            for local in layers:
+                for name in (row.megatron, row.te):
+                    parameter = parameters.get(name.format(layer=local)) if name else None
+                    if parameter is not None:
+                        yield row, local + offset, parameter
+            if tied_copy and row.megatron == "embedding.word_embeddings.weight" and "output_layer.weight" in parameters:
+                yield row, 0, parameters["output_layer.weight"]
 
 
 @torch.no_grad()
-def load_hf(gpt: GPTModel, arch: Architecture, path: str | Path) -> None:
+def load_hf(chunks: Sequence[GPTModel], arch: Architecture, path: str | Path) -> None:
     """Copy a Hugging Face directory into this rank's parameters.
 
     Raises ValueError naming the tensor and the file for anything missing, unknown or of another shape.
@@ -125,7 +126,7 @@ def load_hf(gpt: GPTModel, arch: Architecture, path: str | Path) -> None:
     check_tensors(reader, arch)
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
-    for row, layer, parameter in local_tensors(gpt, arch):
+    for row, layer, parameter in local_tensors(chunks, arch):
         names = [name.format(layer=layer) for name in row.hf]
         shard = row.transform.shard([reader.get(n) for n in names], rank, size, arch, parameter.size(0))
         if shard.shape != parameter.shape:  # the files are right: this rank was built for another layout
@@ -137,14 +138,16 @@ def load_hf(gpt: GPTModel, arch: Architecture, path: str | Path) -> None:
 
 
 @torch.no_grad()
-def export_hf(gpt: GPTModel, arch: Architecture) -> Iterator[tuple[str, Tensor]]:
+def export_hf(chunks: Sequence[GPTModel], arch: Architecture) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of this pipeline stage in Hugging Face's layout. Collective over tensor-parallel ranks.
 
     Every rank of the stage must consume it to the end; all of them get the same tensors.
     """
     group = parallel_state.get_tensor_model_parallel_group()
-    for row, layer, parameter in local_tensors(gpt, arch):
-        if arch.tied_embeddings and not gpt.pre_process and row.megatron == "embedding.word_embeddings.weight":
+    last = chunks[-1]
+    tied_copy = None if last.pre_process or not (arch.tied_embeddings and last.post_process) else last.output_layer.weight
+    for row, layer, parameter in local_tensors(chunks, arch):
+        if parameter is tied_copy:
             continue  # the last stage's copy of the tied embedding: the first stage exports it
         shards = [parameter.detach()]
         if group.size() > 1:
@@ -154,7 +157,7 @@ def export_hf(gpt: GPTModel, arch: Architecture) -> Iterator[tuple[str, Tensor]]
         yield from zip((name.format(layer=layer) for name in row.hf), tensors, strict=True)
 
 
-def save_hf(gpt: GPTModel, arch: Architecture, template: str | Path, path: str | Path) -> None:
+def save_hf(chunks: Sequence[GPTModel], arch: Architecture, template: str | Path, path: str | Path) -> None:
     """Write a complete Hugging Face directory at `path`. Collective over all ranks; every stage writes its own file.
 
     Written beside its final place and renamed by global rank 0 when all files are there, so that a reader finds the
@@ -172,7 +175,7 @@ def save_hf(gpt: GPTModel, arch: Architecture, template: str | Path, path: str |
                 if not file.name.endswith(".index.json"):
                     shutil.copy(file, aside / file.name)
     dist.barrier()
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in export_hf(gpt, arch)}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in export_hf(chunks, arch)}
     writes = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0
     if writes:
         name = "model.safetensors" if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,14 +25,14 @@ def published_path(run_dir: str | Path, version: int) -> Path:
 
 
 def write_version(
-    gpt: GPTModel, arch: Architecture, template: str | Path, run_dir: str | Path, version: int, *, in_use_from: int
+    chunks: Sequence[GPTModel], arch: Architecture, template: str | Path, run_dir: str | Path, version: int, *, in_use_from: int
 ) -> Path:
     """Write this version's directory and return it. Collective over all ranks.
 
     in_use_from: the oldest version an engine may still be loading; directories from there on are kept.
     """
     path = published_path(run_dir, version)
-    save_hf(gpt, arch, template, path)
+    save_hf(chunks, arch, template, path)
     if dist.get_rank() == 0:
         replace_text(path.parent / "latest", path.name)
         _remove_others(path.parent, version, in_use_from)

@@ -63,7 +63,7 @@ def build(name: str, model_path: str, lr: float = 1e-3, train_iters: int = 8, fr
         optimizer,
         train_iters=train_iters,
         device=world.device,
-        load_weights=lambda gpt, arch: load_hf(gpt, arch, model_path) if fresh else None,
+        load_weights=lambda chunks, arch: load_hf(chunks, arch, model_path) if fresh else None,
     )
     return world, policy
 
@@ -89,8 +89,8 @@ def state(policy: Any) -> dict[str, Any]:
                 entry = part.optimizer.state[p]
                 moments.append([p.detach().clone(), *(torch.as_tensor(entry[k]).clone() for k in sorted(entry))])
     return {
-        "parameters": {key: p.detach().clone() for key, p in policy.gpt.named_parameters()},
-        "exported": {key: t.clone() for key, t in export_hf(policy.gpt, policy.architecture)},
+        "parameters": {key: p.detach().clone() for chunk in policy.chunks for key, p in chunk.named_parameters()},
+        "exported": {key: t.clone() for key, t in export_hf(policy.chunks, policy.architecture)},
         "moments": moments,
         "schedule": policy.scheduler.state_dict(),
         "lr": [group["lr"] for group in policy.optimizer.param_groups],

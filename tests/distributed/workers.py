@@ -18,6 +18,12 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     sequence_parallel: bool = False
+    virtual: int | None = None
+    context: int = 1
+    expert: int = 1
+    overlap: bool = False
+    distributed_optimizer: bool = False
+    recompute: str | None = None
     micro_batch_size: int | None = None
     max_tokens: int | None = None
     policy_loss: str = "m2po"
@@ -48,15 +54,32 @@ def build(layout: Layout, model_path: str, lr: float = 1e-9):
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         sequence_parallel=layout.sequence_parallel,
+        num_virtual_stages_per_pipeline_rank=layout.virtual,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
     )
     world = initialize(parallel, seed=0)
+
+    def load_weights(chunks, arch):
+        load_hf(chunks, arch, model_path)
+
     policy = build_policy(
-        ModelSettings(hf_path=model_path, logprob_mode=layout.logprob_mode, logprob_chunk_tokens=11),
+        ModelSettings(
+            hf_path=model_path,
+            logprob_mode=layout.logprob_mode,
+            logprob_chunk_tokens=11,
+            recompute_granularity=layout.recompute,
+        ),
         parallel,
-        OptimizerSettings(lr=lr, clip_grad=0.0),
+        OptimizerSettings(
+            lr=lr,
+            clip_grad=0.0,
+            overlap_grad_reduce=layout.overlap,
+            use_distributed_optimizer=layout.distributed_optimizer,
+        ),
         train_iters=10,
         device=world.device,
-        load_weights=lambda gpt, arch: load_hf(gpt, arch, model_path),
+        load_weights=load_weights,
     )
     return world, policy
 
@@ -107,12 +130,12 @@ def gradients_by_hf_name(policy) -> dict[str, torch.Tensor]:
     """The gradient buffers, through the same mapping that exports weights."""
     from m2po_megatron.weights.hf_io import export_hf
 
-    parameters = list(policy.gpt.parameters())
+    parameters = [p for chunk in policy.chunks for p in chunk.parameters()]
     weights = [p.data for p in parameters]
     for p in parameters:
         p.data = p.main_grad
     try:
-        return {name: tensor.clone() for name, tensor in export_hf(policy.gpt, policy.architecture)}
+        return {name: tensor.clone() for name, tensor in export_hf(policy.chunks, policy.architecture)}
     finally:
         for p, data in zip(parameters, weights, strict=True):
             p.data = data

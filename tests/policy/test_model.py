@@ -59,7 +59,7 @@ def build(path: str, **settings: Any) -> Any:
         OptimizerSettings(),
         train_iters=1,
         device=world.device,
-        load_weights=lambda gpt, arch: load_hf(gpt, arch, path),
+        load_weights=lambda chunks, arch: load_hf(chunks, arch, path),
     )
 
 
@@ -69,7 +69,7 @@ def logits_of(policy: Any, ids: torch.Tensor, lengths: list[int]) -> torch.Tenso
     from m2po_megatron.policy.model import output_weight
 
     row = pack_sequences(lengths, ids.device)
-    hidden = policy.model(ids[None], None, None, packed_seq_params=row)[0]
+    hidden = policy.models[0](ids[None], None, None, packed_seq_params=row)[0]
     return (hidden.float() @ output_weight(policy.gpt).float().t())[:, : policy.architecture.vocab_size]
 
 
@@ -78,7 +78,7 @@ def gradients(policy: Any) -> tuple[int, dict[str, torch.Tensor]]:
     calls: list[int] = []
     for layer in policy.gpt.decoder.layers:
         layer.self_attention.core_attention.register_forward_hook(lambda *_: calls.append(1))
-    policy.model.zero_grad_buffer()
+    policy.models[0].zero_grad_buffer()
     logits = logits_of(policy, token_ids(0), LENGTHS)
     (torch.log_softmax(logits, -1)[torch.arange(len(logits)), token_ids(5)].mean()).backward()
     return len(calls), {name: p.main_grad.clone() for name, p in policy.gpt.named_parameters()}

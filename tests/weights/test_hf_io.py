@@ -39,7 +39,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def build(path: str, tensor: int = 1, pipeline: int = 1, sequence_parallel: bool = False, bf16: bool = False) -> Any:
-    """(model, architecture) on this rank, with the directory's weights."""
+    """(pieces of the model, architecture) on this rank, with the directory's weights."""
     from m2po_megatron.initialize import initialize
     from m2po_megatron.policy.architecture import read_architecture
     from m2po_megatron.policy.model import build_model
@@ -52,9 +52,9 @@ def build(path: str, tensor: int = 1, pipeline: int = 1, sequence_parallel: bool
     world = initialize(parallel, seed=0)
     arch = read_architecture(path)
     settings = ModelSettings(hf_path=path, make_vocab_size_divisible_by=4, bf16=bf16)
-    gpt = build_model(arch, settings, parallel, world.device)
-    load_hf(gpt, arch, path)
-    return gpt, arch
+    chunks = build_model(arch, settings, parallel, world.device)
+    load_hf(chunks, arch, path)
+    return chunks, arch
 
 
 def round_trips(rank: int, paths: dict[str, str], cases: list[tuple[str, str]], out: str) -> dict[str, Tensors]:
@@ -66,9 +66,9 @@ def round_trips(rank: int, paths: dict[str, str], cases: list[tuple[str, str]], 
 
     found = {}
     for layout, name in cases:
-        gpt, arch = build(paths[name], **LAYOUTS[layout])
-        found[f"{layout}/{name}"] = {key: tensor.clone() for key, tensor in export_hf(gpt, arch)}
-        save_hf(gpt, arch, paths[name], Path(out) / layout / name)
+        chunks, arch = build(paths[name], **LAYOUTS[layout])
+        found[f"{layout}/{name}"] = {key: tensor.clone() for key, tensor in export_hf(chunks, arch)}
+        save_hf(chunks, arch, paths[name], Path(out) / layout / name)
         parallel_state.destroy_model_parallel()
     return found
 

@@ -40,7 +40,7 @@ def publish(rank: int, path: str, run_dir: str) -> list[dict[str, Any]]:
     parallel = ParallelSettings(tensor_model_parallel_size=2)
     world = initialize(parallel, seed=0)
     arch = read_architecture(path)
-    gpt = build_model(arch, ModelSettings(hf_path=path), parallel, world.device)
+    chunks = build_model(arch, ModelSettings(hf_path=path), parallel, world.device)
     (Path(run_dir) / "publish").mkdir(parents=True, exist_ok=True)
     pointed: list[bool] = []
     real = module.replace_text
@@ -52,9 +52,9 @@ def publish(rank: int, path: str, run_dir: str) -> list[dict[str, Any]]:
     module.replace_text = watched
     seen = []
     for version, in_use_from, _ in STEPS:
-        for parameter in gpt.parameters():
+        for parameter in chunks[0].parameters():
             parameter.data.fill_(version)
-        written = module.write_version(gpt, arch, path, run_dir, version, in_use_from=in_use_from)
+        written = module.write_version(chunks, arch, path, run_dir, version, in_use_from=in_use_from)
         dist.barrier()
         directory = Path(run_dir) / "publish"
         seen.append(
