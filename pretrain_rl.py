@@ -17,9 +17,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from m2po_megatron import console, cpu
+from m2po_megatron import console, cpu, optional_packages
 
 console.set_up_console()
+optional_packages.hide_unusable()
 cpu.install()  # before anything imports megatron-core; does nothing where there is a GPU
 
 from m2po_megatron.algo.advantage import group_advantages  # noqa: E402

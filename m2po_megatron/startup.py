@@ -6,7 +6,6 @@ A fault on one rank becomes the same error on every rank, so that none is left w
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import logging
 import tempfile
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from m2po_megatron import optional_packages
 from m2po_megatron.arguments import Settings
 from m2po_megatron.checkpoint import RunPosition, latest_checkpoint, load_checkpoint
 from m2po_megatron.data.prompts import read_prompts
@@ -180,7 +180,6 @@ def announce(settings: Settings, world: World, policy: Policy, position: RunPosi
     if not world.is_main:
         return
     parallel, rollout = settings.parallel, settings.rollout
-    apex = importlib.util.find_spec("apex") is not None and importlib.util.find_spec("apex.optimizers") is not None
     layout = (
         f"TP={parallel.tensor_model_parallel_size} PP={parallel.pipeline_model_parallel_size} DP={world.data_parallel_size}"
     )
@@ -188,8 +187,8 @@ def announce(settings: Settings, world: World, policy: Policy, position: RunPosi
     lines = [
         f"policy       {policy.architecture.name}, {parameters:,} parameters on rank 0",
         f"layout       {layout} on {world.device.type} ({dist.get_backend()}), torch {torch.__version__}",
-        f"megatron     core {importlib.metadata.version('megatron-core')}, {layer_spec_name()} layer spec, "
-        f"apex {'found' if apex else 'not installed'}",
+        f"megatron     core {importlib.metadata.version('megatron-core')}, {layer_spec_name()} layer spec; "
+        f"{optional_packages.describe()}",
         f"log-probs    {_logprob_kernel(settings, world)}",
         f"loss         {settings.loss.policy_loss}, M2 threshold {settings.loss.m2_threshold}",
         f"rollouts     {rollout.rollout_engine}, at most {rollout.max_staleness} updates stale",
