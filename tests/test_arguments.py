@@ -280,8 +280,16 @@ def test_a_config_value_is_checked_as_a_flag_is(files: Path) -> None:
         ),
         ({"tensor_model_parallel_size": 0}, 1, r"^--tensor-model-parallel-size 0: must be at least 1"),
         ({"pipeline_model_parallel_size": -1}, 1, r"^--pipeline-model-parallel-size -1: must be at least 1"),
-        ({"context_parallel_size": 2}, 2, r"^--context-parallel-size 2: only 1 is supported"),
-        ({"expert_model_parallel_size": 2}, 2, r"^--expert-model-parallel-size 2: only 1 is supported"),
+        ({"context_parallel_size": 0}, 2, r"^--context-parallel-size 0: must be at least 1"),
+        ({"context_parallel_size": 2}, 3, r"3 ranks cannot be divided by .* = 2"),
+        ({"expert_model_parallel_size": 3}, 2, r"2 ranks of a pipeline stage .* --expert-model-parallel-size = 3"),
+        ({"expert_tensor_parallel_size": 0}, 2, r"^--expert-tensor-parallel-size 0: must be at least 1"),
+        ({"num_virtual_stages_per_pipeline_rank": 2}, 2, r"^--num-virtual-stages-per-pipeline-rank: needs --pipeline"),
+        (
+            {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+            4,
+            r"^--expert-model-parallel-size: beside tensor parallelism it needs --sequence-parallel",
+        ),
         ({"sequence_parallel": True}, 2, r"^--sequence-parallel: needs --tensor-model-parallel-size above 1"),
     ],
 )
@@ -296,3 +304,5 @@ def test_layouts_that_fit_pass() -> None:
     check_layout(ParallelSettings(), 1)
     check_layout(ParallelSettings(tensor_model_parallel_size=2, sequence_parallel=True), 2)
     check_layout(ParallelSettings(tensor_model_parallel_size=2, pipeline_model_parallel_size=3), 12)
+    check_layout(ParallelSettings(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=3), 4)
+    check_layout(ParallelSettings(context_parallel_size=2, expert_model_parallel_size=4), 4)

@@ -55,6 +55,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--port", required=True, type=int)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and cache")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the model runs")
     parser.add_argument("--max-running-requests", type=int, default=256, help="samples that are decoded at once")
     parser.add_argument("--weight-version", default="0.0", help="label of the weights at start")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
@@ -122,7 +123,9 @@ def _load(settings: argparse.Namespace) -> EngineModel:
         model = load_model(settings.model_path, getattr(torch, settings.dtype))
     except ModelError as error:
         raise StartError(str(error)) from error
-    return EngineModel(model, settings.seed)
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise StartError(f"--device cuda: torch {torch.__version__} sees no CUDA device on this machine")
+    return EngineModel(model.to(settings.device), settings.seed)
 
 
 def load_tokenizer(path: str) -> Any | None:

@@ -179,8 +179,9 @@ class Scheduler:
         """One token for every running sequence."""
         if self._membership_changed:
             running = self.running
-            self._tokens = torch.tensor([sequence.output_ids[-1] for sequence in running])
-            self._positions = torch.tensor([sequence.length - 1 for sequence in running])
+            device = self.engine.device
+            self._tokens = torch.tensor([sequence.output_ids[-1] for sequence in running], device=device)
+            self._positions = torch.tensor([sequence.length - 1 for sequence in running], device=device)
             self._temperatures = [sequence.temperature for sequence in running]
             self._longest = int(self._positions.max()) + 1
             self._membership_changed = False

@@ -34,6 +34,9 @@ class RolloutSettings:
         default="float32",
         metadata={"help": "weights' type in the embedded engines", "choices": ["float32", "bfloat16"]},
     )
+    embedded_device: str = field(
+        default="cpu", metadata={"help": "where the embedded engines run", "choices": ["cpu", "cuda"]}
+    )
     embedded_max_running_requests: int = field(
         default=256, metadata={"help": "samples an embedded engine decodes at once"}
     )
