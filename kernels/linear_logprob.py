@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from m2po_megatron.kernels.backends import Backend, Shard
 from m2po_megatron.kernels.logprob_function import gather_statistics
@@ -65,6 +66,7 @@ class LinearLogprob(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.consumed:
             raise RuntimeError("the stored logits became their gradient in an earlier backward pass; use mode='recompute'")
@@ -165,12 +167,12 @@ def _accumulator(weight: Tensor) -> Tensor:
 
 
 def _hand_over(weight: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient as autograd shall see it: real, or a placeholder where it is already in Megatron's buffer.
+    """The gradient as autograd shall see it: real, or zeros where it is already in Megatron's buffer.
 
-    Megatron's hook adds `grad` to the buffer unless the mark says that this was done; a weight with `zero_out_wgrad` has
-    another use (tied embeddings) whose gradient autograd adds to the placeholder, which must then be zero.
+    Megatron's hook adds `grad` to the buffer unless the mark says that this was done, or the weight has another use (tied
+    embeddings, `zero_out_wgrad`) whose gradient autograd adds to these zeros.
     """
     if getattr(weight, "main_grad", None) is None:
         return gradient.to(weight.dtype)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+    return torch.zeros_like(weight)

@@ -63,11 +63,18 @@ def vocab_parallel_logprob(
     if not logits.is_floating_point():
         raise ValueError(f"logits must be of a float dtype, not {logits.dtype}")
     _check_targets(targets, logits.shape[:-1], "logits", size)
-    _check_vocabulary(columns, parts, size, "logits")
+    _check_vocabulary(columns, parts, size)
+    if parts > 1 and columns == vocab_size:
+        raise ValueError(
+            f"logits have all {vocab_size} columns of the vocabulary: pass this rank's part, not gathered ones (a part that "
+            "holds everything beside parts of padding alone is not taken here; linear_logprob takes its weight)"
+        )
     _check_options(temperature, entropy)
     flat = logits.reshape(-1, columns)
     if flat.stride(-1) != 1:
         flat = flat.contiguous()
+    if inplace_backward and len(flat) > 1 and flat.stride(0) < columns:
+        raise ValueError("inplace_backward: the rows of these logits share memory (an expanded or overlapping view)")
     logprobs, entropies = LogprobOfLogits.apply(
         flat,
         targets.reshape(-1),
@@ -93,14 +100,14 @@ def linear_logprob(
     sequence_parallel: bool = False,
     vocab_size: int | None = None,
     logits_dtype: torch.dtype = torch.float32,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = 2048,
     backend: BackendName = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Log-softmax(hidden @ weight.T / temperature) at the targets, without logits in the caller's hands.
 
     "store" keeps this rank's logits [t, V/TP] for the backward pass, which turns them into their gradient in place: three
     matrix products, the fastest while they fit. "recompute" makes them `chunk_tokens` rows at a time in both passes: four
-    products, and memory that does not grow with t. Without gradients both work in chunks.
+    products, and no memory for logits that grows with t. Without gradients both work in chunks.
 
     The gradient of `weight` is added to `weight.main_grad` where that exists (Megatron's float32 buffer), marked as
     Megatron marks it (`grad_added_to_main_grad`); else it is returned in the weight's dtype. The gradient of `hidden` is
@@ -108,7 +115,7 @@ def linear_logprob(
     must not pass through another operation that reduces its gradient (Megatron's copy-to or gather-from region).
 
     Args:
-        hidden: [t, H], bfloat16, float16 or float32; under `sequence_parallel` [t/TP, H], this rank's tokens.
+        hidden: [t, H], any float dtype; under `sequence_parallel` [t/TP, H], this rank's tokens.
         weight: [V/TP, H] in hidden's dtype: this rank's rows of the output layer, parts in rank order.
         targets: int64 [t]: ids in the whole vocabulary, all t tokens on every rank; -100 = ignored.
         mode: see above.
@@ -123,7 +130,7 @@ def linear_logprob(
     _check_linear(hidden, weight, mode, logits_dtype, chunk_tokens)
     tokens = hidden.shape[0] * (parts if sequence_parallel else 1)
     _check_targets(targets, torch.Size([tokens]), "hidden", size)
-    _check_vocabulary(columns, parts, size, "weight")
+    _check_vocabulary(columns, parts, size)
     _check_options(temperature, entropy)
     options = LinearOptions(
         store=mode == "store",
@@ -159,11 +166,9 @@ def _check_targets(targets: Tensor, shape: torch.Size, what: str, vocab_size: in
             raise ValueError(f"target {int(targets[bad][0])} is outside the vocabulary of {vocab_size}")
 
 
-def _check_vocabulary(columns: int, parts: int, vocab_size: int, what: str) -> None:
+def _check_vocabulary(columns: int, parts: int, vocab_size: int) -> None:
     if not 0 < vocab_size <= columns * parts:
         raise ValueError(f"{parts} parts of {columns} columns cannot hold a vocabulary of {vocab_size}")
-    if parts > 1 and columns == vocab_size:
-        raise ValueError(f"{what}: this is the whole vocabulary of {vocab_size}; pass this rank's part, not a gathered one")
 
 
 def _check_linear(hidden: Tensor, weight: Tensor, mode: str, logits_dtype: torch.dtype, chunk_tokens: int) -> None:
@@ -175,5 +180,8 @@ def _check_linear(hidden: Tensor, weight: Tensor, mode: str, logits_dtype: torch
         raise ValueError(f"hidden ({hidden.dtype}) and weight ({weight.dtype}) must share a float dtype")
     if logits_dtype not in (torch.float32, hidden.dtype):
         raise ValueError(f"logits_dtype must be torch.float32 or hidden's {hidden.dtype}, not {logits_dtype}")
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None and main_grad.dtype != torch.float32:
+        raise ValueError(f"weight.main_grad must be float32 (Megatron's grad_reduce_in_fp32), not {main_grad.dtype}")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, not {chunk_tokens}")

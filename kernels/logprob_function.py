@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from m2po_megatron.kernels.backends import Backend, Shard
 
@@ -16,7 +17,7 @@ def gather_statistics(statistics: Tensor, group: dist.ProcessGroup | None) -> Te
     if group is None or dist.get_world_size(group) == 1:
         return statistics[None]
     parts = statistics.new_empty(dist.get_world_size(group), *statistics.shape)
-    dist.all_gather_into_tensor(parts.view(-1, statistics.shape[1]), statistics, group=group)  # ranks end to end
+    dist.all_gather_into_tensor(parts.flatten(0, 1), statistics, group=group)  # ranks end to end
     return parts
 
 
@@ -46,12 +47,13 @@ class LogprobOfLogits(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.consumed:
             raise RuntimeError("the logits were overwritten by an earlier backward pass (inplace_backward=True)")
         logits, targets, lse, entropies = ctx.saved_tensors
         ctx.consumed = ctx.inplace
-        gradient = logits.detach() if ctx.inplace else torch.empty_like(logits)
+        gradient = logits.detach() if ctx.inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
         ctx.backend.write_gradient(
             logits.detach(),
             gradient,
@@ -63,4 +65,6 @@ class LogprobOfLogits(torch.autograd.Function):
             ctx.shard,
             ctx.temperature,
         )
+        if ctx.inplace:  # compiled kernels write past autograd: whoever else saved these logits must hear of it
+            torch.autograd.graph.increment_version(logits)
         return gradient, None, None, None, None, None, None, None

@@ -49,10 +49,10 @@ def row_statistics(
 
 def merge(parts: Tensor, targets: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
     largest = parts[:, 0].amax(0)
-    shift = (parts[:, 0] - largest).clamp_(min=MOST_NEGATIVE)
+    shift = parts[:, 0] - largest
     scale = shift.exp()
     total = (parts[:, 1] * scale).sum(0)
-    # A part of padding alone has scale 0 and an enormous shift: their product is kept out of the sum.
+    # Far below the maximum a part's shift may be infinite, and 0 x inf must not reach the sum.
     moment = torch.where(scale > 0, scale * (parts[:, 2] + shift * parts[:, 1]), 0.0).sum(0)
     log_total = total.log()
     ignored = targets == IGNORED

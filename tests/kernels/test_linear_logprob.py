@@ -35,6 +35,12 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return hidden, weight, targets, torch.randn(TOKENS, generator=g), torch.randn(TOKENS, generator=g)
 
 
+def with_buffer(dtype: torch.dtype) -> Tensor:
+    weight = torch.zeros(COLUMNS, HIDDEN)
+    weight.main_grad = torch.zeros(COLUMNS, HIDDEN, dtype=dtype)
+    return weight
+
+
 def expected(dtype: torch.dtype) -> tuple[Tensor, ...]:
     """(log-probs, entropies, gradient of hidden, gradient of weight) in float64."""
     hidden, weight, targets, upstream, upstream_entropy = inputs(dtype)
@@ -143,6 +149,15 @@ def test_storing_goes_backward_once_and_recomputing_often() -> None:
             torch.testing.assert_close(leaf.grad, 2 * first, rtol=0, atol=0)
 
 
+def test_stored_logits_are_given_back_by_the_backward_pass() -> None:
+    hidden, weight, targets, *upstream = inputs(torch.float32)
+    logprobs, _ = run(hidden.requires_grad_(), weight, targets, "store")
+    node = logprobs.grad_fn
+    assert node.logits.shape == (TOKENS, COLUMNS)
+    logprobs.backward(upstream[0], retain_graph=True)  # the graph lives on, as it does while a micro-batch is reported
+    assert node.logits is None
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_no_tokens_and_only_ignored_tokens(mode) -> None:
     hidden, weight, targets, *upstream = inputs(torch.float32)
@@ -223,6 +238,7 @@ def test_storing_holds_the_logits_once() -> None:
     [
         ({"mode": "keep"}, "store"),
         ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"weight": with_buffer(torch.bfloat16)}, "main_grad"),
         ({"logits_dtype": torch.bfloat16}, "logits_dtype"),
         ({"weight": torch.zeros(COLUMNS, 3)}, "hidden"),
         ({"weight": torch.zeros(COLUMNS, HIDDEN, dtype=torch.bfloat16)}, "dtype"),

@@ -206,6 +206,54 @@ def test_sliced_and_misaligned_tensors(backend: str) -> None:
         assert_close(vocab_parallel_logprob(logits, targets, backend=backend)[0], part, 4e-6)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_reader_of_overwritten_logits_is_told(backend: str) -> None:
+    """Compiled kernels write past autograd, which must still refuse to use what they overwrote."""
+    case = make_case((5,), 12)
+    leaf = case.logits.clone().requires_grad_()
+    given_up = leaf * 1
+    squares = (given_up * given_up).sum()
+    logprobs, _ = vocab_parallel_logprob(given_up, case.targets, inplace_backward=True, backend=backend)
+    torch.autograd.grad(logprobs, given_up, case.upstream, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+
+
+def test_rows_that_share_memory_are_not_overwritten() -> None:
+    logits = torch.randn(1, 9).expand(4, 9)
+    with pytest.raises(ValueError, match="share memory"):
+        vocab_parallel_logprob(logits, torch.zeros(4, dtype=torch.int64), inplace_backward=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_overlapping_rows_get_a_gradient_each(backend: str) -> None:
+    base = torch.randn(40, generator=torch.Generator().manual_seed(2))
+    windows = base.unfold(0, 33, 1)  # [8, 33], strides (1, 1)
+    case = Case(windows.contiguous(), torch.arange(8), 33, 1.0, torch.randn(8), torch.randn(8))
+    leaf = windows.detach().requires_grad_()
+    logprobs, entropies = vocab_parallel_logprob(leaf, case.targets, entropy="grad", backend=backend)
+    total = (logprobs * case.upstream + entropies * case.upstream_entropy).sum()
+    (gradient,) = torch.autograd.grad(total, leaf)
+    assert_agrees(logprobs, entropies, gradient, case, expected_of(case))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    leaf = torch.randn(3, 7, requires_grad=True)
+    weights = torch.randn(3, requires_grad=True)
+    logprobs, _ = vocab_parallel_logprob(leaf, torch.tensor([0, 1, 2]))
+    (first,) = torch.autograd.grad((weights * logprobs).sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.square().sum().backward()
+
+
+@pytest.mark.parametrize("backend", [logprob_torch, logprob_native])
+def test_a_target_outside_the_vocabulary_is_not_a_number(backend) -> None:
+    """Where looking would stall the device, the public functions let it through."""
+    statistics = torch.tensor([[[0.0], [2.0], [0.0], [0.0]]]).expand(1, 4, 3)
+    logprobs, _, _ = backend.merge(statistics, torch.tensor([1, 9, -5]), 2)
+    assert torch.isnan(logprobs).tolist() == [False, True, True]
+
+
 def test_rows_of_a_chunk_do_not_matter(monkeypatch) -> None:
     case = make_case((40,), 99, 104)
     whole = run(case, "torch")
