@@ -25,8 +25,9 @@ cpu.install()  # before anything imports megatron-core; does nothing where there
 
 from m2po_megatron.algo.advantage import group_advantages  # noqa: E402
 from m2po_megatron.arguments import Settings, parse_arguments  # noqa: E402
-from m2po_megatron.checkpoint import RunPosition, save_checkpoint  # noqa: E402
-from m2po_megatron.data.packing import MicroBatch, pack  # noqa: E402
+from m2po_megatron.checkpoint import CheckpointWriter  # noqa: E402
+from m2po_megatron.checkpoint_files import RunPosition  # noqa: E402
+from m2po_megatron.data.packing import MicroBatch, pack_rows, plan_micro_batches  # noqa: E402
 from m2po_megatron.data.trajectory import Batch, Trajectory  # noqa: E402
 from m2po_megatron.evaluate import evaluate  # noqa: E402
 from m2po_megatron.initialize import World, initialize, shut_down  # noqa: E402
@@ -42,30 +43,40 @@ def main(argv: list[str] | None = None) -> int:
         settings = parse_arguments(argv)
         world = initialize(settings.parallel, settings.run.seed)
         stop = StopSignal()
-        policy, position = start_policy(settings, world)
+        policy, position, writer = start_policy(settings, world)
         feed = start_rollouts(settings, world, policy, position, stop)
     except ValueError as error:
         shut_down()
         return console.report_error(error)
     except KeyboardInterrupt:
         shut_down()
-        return console.report_stop(0, signal.SIGINT)
+        return console.report_stop(0, signal.SIGINT, None)
     stop.install()
     announce(settings, world, policy, position)
     with feed, open_metrics(settings, world, position) as metrics:
-        train(settings, world, policy, position, feed, metrics)
-        if settings.run.save:
-            save_checkpoint(policy, settings.run.save, position)
+        train(settings, world, policy, position, feed, metrics, writer)
+        with stop.held():
+            writer.save(policy, position)
+            writer.finish()
     shut_down()
-    if feed.failure:
-        return console.report_error(RuntimeError(feed.failure))
-    return 0 if position.version >= settings.run.train_iters else console.report_stop(position.version, stop.number)
+    if failure := feed.failure or writer.failure:
+        return console.report_error(RuntimeError(failure))
+    if position.version >= settings.run.train_iters or feed.stop_number is None:
+        return 0
+    return console.report_stop(position.version, feed.stop_number, writer.newest)
 
 
 def train(
-    settings: Settings, world: World, policy: Policy, position: RunPosition, feed: RolloutFeed, metrics: MetricsWriter
+    settings: Settings,
+    world: World,
+    policy: Policy,
+    position: RunPosition,
+    feed: RolloutFeed,
+    metrics: MetricsWriter,
+    writer: CheckpointWriter,
 ) -> None:
     run, rollout = settings.run, settings.rollout
+    feed.while_waiting = writer.poll
     metrics.write_evaluation(position.version, evaluate(feed, run, rollout, position.version))
     while position.version < run.train_iters and not feed.stopping:
         waited = time.perf_counter()
@@ -78,9 +89,10 @@ def train(
         except ValueError as error:  # the same on every rank, since each plans for all; nothing of the batch is trained
             feed.fail(str(error))
             break
-        for mini_batch, micro_batches in updates:
+        for mini_batch, micro_batches, balance in updates:
             version = position.version
             report = train_update(policy, micro_batches, settings.loss, temperature=rollout.temperature, version=version)
+            report.metrics["tokens/balance"] = balance
             position.version += 1
             started = time.perf_counter()
             if position.version % rollout.publish_interval == 0 or position.version == run.train_iters:
@@ -92,45 +104,39 @@ def train(
                 position.version, {**report.metrics, **rollout_metrics(mini_batch, batch_version), **seconds, **feed.counters()}
             )
             wait_seconds = 0.0
+            writer.poll()
         position.consumed_batches += 1
         feed.trained(batch.id, position.version)
-        if due(run.eval_interval, position.version, settings) and position.version < run.train_iters:
+        if due(run.eval_interval, position.version, settings) or position.version >= run.train_iters:
             metrics.write_evaluation(position.version, evaluate(feed, run, rollout, position.version))
-        if run.save and due(run.save_interval, position.version, settings):
-            save_checkpoint(policy, run.save, position)
-    if position.version >= run.train_iters and not feed.stopping:
-        metrics.write_evaluation(position.version, evaluate(feed, run, rollout, position.version))
+        if due(run.save_interval, position.version, settings):
+            with feed.stop.held():
+                writer.save(policy, position)
 
 
 def mini_batches(
     batch: Batch, settings: Settings, world: World, policy: Policy
-) -> Iterator[tuple[list[Trajectory], list[MicroBatch]]]:
-    """What each update consumes: its trajectories, and this rank's micro-batches of them, advantages attached."""
+) -> Iterator[tuple[list[Trajectory], list[MicroBatch], float]]:
+    """What each update consumes: its trajectories, this rank's micro-batches of them with advantages, and the balance."""
     trajectories = batch.trajectories
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)
-    groups = torch.repeat_interleave(
-        torch.arange(len(batch.groups)), torch.tensor([len(g.trajectories) for g in batch.groups])
-    )
+    groups = torch.tensor([number for number, group in enumerate(batch.groups) for _ in group.trajectories])
     advantages = group_advantages(rewards, groups).numpy()
     size = settings.batch.global_batch_size
     for start in range(0, len(trajectories), size):
         part = trajectories[start : start + size]
-        yield part, pack_for_rank(part, advantages[start : start + size], settings, world, policy)
+        yield part, *pack_for_rank(part, advantages[start : start + size], settings, world, policy)
 
 
 def pack_for_rank(
     trajectories: list[Trajectory], advantages: np.ndarray, settings: Settings, world: World, policy: Policy
-) -> list[MicroBatch]:
-    return pack(
-        trajectories,
-        advantages,
-        data_parallel_rank=world.data_parallel_rank,
-        data_parallel_size=world.data_parallel_size,
-        micro_batch_size=settings.batch.micro_batch_size,
-        max_tokens=settings.batch.max_tokens_per_micro_batch,
-        alignment=settings.parallel.tensor_model_parallel_size if settings.parallel.sequence_parallel else 1,
-        device=policy.device,
+) -> tuple[list[MicroBatch], float]:
+    """(this rank's micro-batches, the largest data-parallel rank's tokens over the mean)"""
+    lengths, limits = [len(t.token_ids) for t in trajectories], settings.batch
+    plan = plan_micro_batches(
+        lengths, world.packing, micro_batch_size=limits.micro_batch_size, max_tokens=limits.max_tokens_per_micro_batch
     )
+    return pack_rows(trajectories, advantages, plan, world.packing, device=policy.device), plan.balance
 
 
 def engine_floor(settings: Settings, world: World, policy: Policy, feed: RolloutFeed, version: int) -> float | None:
@@ -138,7 +144,7 @@ def engine_floor(settings: Settings, world: World, policy: Policy, feed: Rollout
     probe = feed.probe(version, settings.run.engine_floor_samples)
     if not probe:
         return None
-    micro_batches = pack_for_rank(probe, np.zeros(len(probe)), settings, world, policy)
+    micro_batches, _ = pack_for_rank(probe, np.zeros(len(probe)), settings, world, policy)
     return measure_engine_floor(policy, micro_batches, temperature=settings.rollout.temperature)
 
 

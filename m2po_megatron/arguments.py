@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from m2po_megatron.algo.losses import LossSettings, policy_loss
+from m2po_megatron.data.packing import PackingLayout
 from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings
 from m2po_megatron.rollout.settings import RolloutSettings
 from m2po_megatron.run_settings import RunSettings
@@ -205,6 +206,7 @@ def check_settings(settings: Settings) -> None:
     _check_numbers(settings)
     settings.rollout.validate()
     _check_contradictions(settings)
+    _check_token_budget(settings)
     _check_paths(settings)
 
 
@@ -247,10 +249,28 @@ def _check_contradictions(settings: Settings) -> None:
             f"--train-iters {run.train_iters}: must be a multiple of the {updates} updates of a batch "
             "(--rollout-batch-size / --global-batch-size)"
         )
-    if run.save_interval and not run.save:
-        raise ValueError("--save-interval: needs --save DIR")
+    for name in ("save_interval", "async_save", "keep_last"):
+        if getattr(run, name) and not run.save:
+            raise ValueError(f"{flag(name)}: needs --save DIR")
     if run.eval_interval and not run.eval_data:
         raise ValueError("--eval-interval: needs --eval-data FILE")
+
+
+def _check_token_budget(settings: Settings) -> None:
+    """A sequence that no micro-batch can hold is refused before it is generated; the controller does so for each prompt."""
+    budget, rollout, parallel = settings.batch.max_tokens_per_micro_batch, settings.rollout, settings.parallel
+    if budget is None:
+        return
+    layout = PackingLayout(context_parallel_size=parallel.context_parallel_size, alignment=parallel.row_alignment)
+    longest = layout.longest_sequence(budget)
+    prompt = rollout.max_prompt_length or 1
+    if prompt + rollout.max_response_length > longest:
+        known = f"--max-prompt-length {prompt}" if rollout.max_prompt_length else "1 prompt token"
+        share = f" x --context-parallel-size {layout.context_parallel_size}" if layout.context_parallel_size > 1 else ""
+        raise ValueError(
+            f"--max-tokens-per-micro-batch {budget}{share}: a micro-batch holds sequences of at most {longest} tokens; "
+            f"{known} + --max-response-length {rollout.max_response_length} is more"
+        )
 
 
 def _check_paths(settings: Settings) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
+from pathlib import Path
 
 # What the start-up lines say once, megatron-core and torch say many times on every rank.
 _NOISE = (
@@ -38,9 +40,14 @@ def report_error(error: Exception) -> int:
     return 2 if isinstance(error, ValueError) else 1
 
 
-def report_stop(version: int, number: int | None) -> int:
-    """Say that the run was stopped; returns a shell's exit code for the signal (1 where another rank received it)."""
+def report_stop(version: int, number: int, saved: Path | None) -> int:
+    """Say that signal `number` stopped the run, and what is left of it; returns the exit code.
+
+    0 where a scheduler's signal (SIGTERM, SIGUSR1) was answered with a checkpoint: the job did what it was asked to. Else
+    a shell's code for the signal: Ctrl-C is no success, and a run that leaves nothing behind is none either.
+    """
+    left = "nothing was saved" if saved is None else f"saved in {saved}"
     if is_main_process():
-        sys.stderr.write(f"stopped at update {version}\n")
+        sys.stderr.write(f"stopped at update {version} by {signal.Signals(number).name}; {left}\n")
         sys.stderr.flush()
-    return 1 if number is None else 128 + number
+    return 0 if saved is not None and number in (signal.SIGTERM, signal.SIGUSR1) else 128 + number

@@ -9,6 +9,7 @@ This is the only module that knows about any of it. It omits fused kernels, CUDA
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,13 +95,56 @@ def install() -> None:
 
 
 def _mend_megatron() -> None:
-    """Two places in megatron-core that no device redirection reaches."""
+    """The places in megatron-core that no device redirection reaches."""
+    import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     rng: Any = random
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 without TransformerEngine: NameError in the router
         moe_utils.te_general_gemm = None
+    # Counts of tokens for an all-to-all are made lists of integers on their way from the GPU, which none of ours is.
+    token_dispatcher.maybe_move_tensor_to_cpu = _on_cpu
+    # An expert cut over ranks is given parts of different sizes, which gloo neither gathers nor scatters.
+    mappings._gather_along_first_dim = _gather_of_sizes(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_of_sizes(mappings._reduce_scatter_along_first_dim)
     # Activation recomputation saves and restores the CUDA generator; the CPU generator is saved beside it anyway.
     rng._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0)
     rng._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+def _on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _gather_of_sizes(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Megatron's gather of [n_rank, ...] along dimension 0: filled up to the largest part where sizes are given."""
+
+    def gather(
+        part: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return equal(part, group, output_split_sizes, use_global_buffer)
+        filled = part.new_zeros(max(output_split_sizes), *part.shape[1:])
+        filled[: len(part)] = part
+        parts = [torch.empty_like(filled) for _ in output_split_sizes]
+        torch.distributed.all_gather(parts, filled, group=group)
+        return torch.cat([each[:size] for each, size in zip(parts, output_split_sizes, strict=True)])
+
+    return gather
+
+
+def _reduce_scatter_of_sizes(equal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Megatron's sum over ranks, of which each keeps its [n_rank, ...]: a whole sum, cut, where sizes are given."""
+
+    def reduce_scatter(
+        whole: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return equal(whole, group, input_split_sizes, use_global_buffer)
+        total = whole.contiguous().clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].clone()
+
+    return reduce_scatter

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 
+from m2po_megatron.data.packing import PackingLayout
 from m2po_megatron.policy.settings import ParallelSettings
+from m2po_megatron.randomness import seed_generators
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,15 @@ class World:
     world_size: int
     device: torch.device
     control_group: dist.ProcessGroup
-    data_parallel_rank: int
-    data_parallel_size: int
+    packing: PackingLayout = field(default_factory=PackingLayout)  # this rank's place among the rows of a mini-batch
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.packing.data_parallel_size
 
 
 def check_layout(parallel: ParallelSettings, world_size: int) -> None:
@@ -100,11 +105,7 @@ def initialize(parallel: ParallelSettings, seed: int) -> World:
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
     )
-    torch.manual_seed(seed)
-    # Without CUDA there is no CUDA generator to track; Megatron's inference tracker keeps none (a public argument).
-    tensor_parallel.model_parallel_cuda_manual_seed(
-        seed, inference_rng_tracker=not torch.cuda.is_available(), force_reset_rng=True
-    )
+    seed_generators(seed)
     world = dist.group.WORLD
     assert world is not None
     return World(
@@ -112,8 +113,14 @@ def initialize(parallel: ParallelSettings, seed: int) -> World:
         world_size=world_size,
         device=device,
         control_group=world if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout),
-        data_parallel_rank=parallel_state.get_data_parallel_rank(),
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        packing=PackingLayout(
+            data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            context_parallel_rank=parallel_state.get_context_parallel_rank(),
+            context_parallel_size=parallel_state.get_context_parallel_world_size(),
+            alignment=parallel.row_alignment,
+            count_multiple=parallel.micro_batch_multiple,
+        ),
     )
 
 

@@ -7,12 +7,13 @@ a long rollout is awaited, and a signal acts at one place, the same on every ran
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -35,17 +36,22 @@ _WAIT, _READY, _FAILED = 0, 1, 2
 class StopSignal:
     """Ctrl-C, SIGTERM or SIGUSR1 asks for a clean stop at the next meeting.
 
-    Seconds later another SIGINT or SIGTERM ends the process at once; not earlier, since one Ctrl-C may arrive twice: from
-    the terminal and from the launcher.
+    Seconds later another Ctrl-C ends the process at once; not earlier, since one may arrive twice: from the terminal and
+    from the launcher. A scheduler's signals repeat the request and no more: a warning is followed by SIGTERM, and the
+    batch may last from one to the other. While a checkpoint is written (`held`) nothing ends the process.
     """
 
     def __init__(self) -> None:
-        self.requested = False
         self.number: int | None = None
         self._since = 0.0
+        self._held = False
         if "TORCHELASTIC_RUN_ID" in os.environ:
             # Ranks must not outlive a torchrun that was killed. Other parents, such as a shell, may end before the run.
             ask_for_death_signal()
+
+    @property
+    def requested(self) -> bool:
+        return self.number is not None
 
     def install(self) -> None:
         """From now on signals ask; before, at start-up, when there is nothing to save, they end the process."""
@@ -55,10 +61,19 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.requested:
-            self.requested, self.number, self._since = True, number, now
-        elif number != signal.SIGUSR1 and now - self._since > SAME_SIGNAL_SECONDS:
+            self.number, self._since = number, now
+        elif number == signal.SIGINT and now - self._since > SAME_SIGNAL_SECONDS and not self._held:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Around the writing of a checkpoint: no signal ends the process till it is done."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
 
 
 class RolloutFeed:
@@ -71,7 +86,9 @@ class RolloutFeed:
         self.connection = connection
         self.stop = stop
         self.stopping = False
+        self.stop_number: int | None = None  # the signal, on every rank, whichever of them received it
         self.failure: str | None = None
+        self.while_waiting: Callable[[], None] = lambda: None  # called now and then, on all ranks alike
         self._told_of_failures = False
 
     def wait_for(self, poll: Callable[[ControllerConnection], bytes | None]) -> bytes | None:
@@ -87,19 +104,21 @@ class RolloutFeed:
                     if answer is not None:
                         code, payload = _READY, answer
                 except RolloutError as error:
-                    code, payload = _FAILED, (str(error) or repr(error)).encode(errors="replace")
-            control = torch.tensor([code, len(payload), int(self.stop.requested)])
+                    if not self.stop.requested:  # else it is the signal that ended the rollouts too
+                        code, payload = _FAILED, (str(error) or repr(error)).encode(errors="replace")
+            control = torch.tensor([code, len(payload), self.stop.number or 0])
             dist.all_reduce(control, op=dist.ReduceOp.MAX, group=self.world.control_group)
             code, size, stop = control.tolist()
             if code != _WAIT:
                 payload = self._broadcast(payload, size)
-            if code == _FAILED:
-                self.failure = payload.decode()
             if stop or code == _FAILED:
                 self.stopping = True
+                self.stop_number = stop or None
+                self.failure = payload.decode() if code == _FAILED else None
                 return None
             if code == _READY:
                 return payload
+            self.while_waiting()
 
     def fail(self, reason: str) -> None:
         """Stop the run for a reason that every rank has found by itself."""

@@ -17,6 +17,8 @@ class RunSettings:
     save: str | None = field(default=None, metadata={"help": "directory of checkpoints"})
     load: str | None = field(default=None, metadata={"help": "directory to resume from (its latest checkpoint, if any)"})
     save_interval: int = field(default=0, metadata={"help": "updates between checkpoints; 0 = at the end only"})
+    async_save: bool = field(default=False, metadata={"help": "write checkpoints while training goes on"})
+    keep_last: int = field(default=0, metadata={"help": "complete checkpoints that stay in --save; 0 = all"})
     tensorboard_dir: str | None = field(default=None, metadata={"help": "default: RUN_DIR/tensorboard"})
     seed: int = field(default=0, metadata={"help": "of everything random"})
     eval_data: str | None = field(default=None, metadata={"help": "held-out prompts (JSONL): evaluated at start and end"})

@@ -17,13 +17,15 @@ import torch.distributed as dist
 
 from m2po_megatron import optional_packages
 from m2po_megatron.arguments import Settings
-from m2po_megatron.checkpoint import RunPosition, latest_checkpoint, load_checkpoint
+from m2po_megatron.checkpoint import CheckpointWriter, load_checkpoint
+from m2po_megatron.checkpoint_files import RunPosition, latest_checkpoint
 from m2po_megatron.data.prompts import read_prompts
 from m2po_megatron.initialize import World
 from m2po_megatron.kernels.backends import backend_name
 from m2po_megatron.metrics import MetricsWriter
 from m2po_megatron.policy.forward import Policy, build_policy
-from m2po_megatron.policy.model import layer_spec_name
+from m2po_megatron.policy.model import layer_spec_name, virtual_stages
+from m2po_megatron.policy.settings import ParallelSettings
 from m2po_megatron.rollout.connection import ControllerConnection
 from m2po_megatron.rollout.errors import RolloutError
 from m2po_megatron.rollout.settings import RolloutJob
@@ -58,8 +60,9 @@ def together(world: World, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def start_policy(settings: Settings, world: World) -> tuple[Policy, RunPosition]:
-    """The policy with its weights, and where the run stands: at version 0, or where --load's checkpoint left it."""
+def start_policy(settings: Settings, world: World) -> tuple[Policy, RunPosition, CheckpointWriter]:
+    """The policy with its weights; where the run stands: at version 0, or where --load's checkpoint left it; and what
+    writes its checkpoints."""
     run = settings.run
     together(world, lambda: check_prompts(settings) if world.is_main else None)
     together(world, lambda: check_directories(settings) if world.is_main else None)
@@ -79,7 +82,8 @@ def start_policy(settings: Settings, world: World) -> tuple[Policy, RunPosition]
     if checkpoint is not None:
         position = together(world, lambda: load_checkpoint(policy, checkpoint))
     position.incarnation = together(world, lambda: _next_incarnation(world, run.directory, position.incarnation))
-    return policy, position
+    writer = CheckpointWriter(run.save, keep_last=run.keep_last, in_background=run.async_save, loaded=checkpoint)
+    return policy, position, writer
 
 
 def check_directories(settings: Settings) -> None:
@@ -158,6 +162,7 @@ def start_rollouts(
         start_version=position.version,
         consumed_batches=position.consumed_batches,
         resume=settings.run.load is not None,
+        longest_sequence=world.packing.longest_sequence(settings.batch.max_tokens_per_micro_batch or 0),
     )
     connection = together(world, lambda: ControllerConnection.start(settings.rollout, job) if world.is_main else None)
     return RolloutFeed(world, connection, stop)
@@ -179,16 +184,13 @@ def announce(settings: Settings, world: World, policy: Policy, position: RunPosi
     """The start-up lines: what runs, on what, with which optional parts."""
     if not world.is_main:
         return
-    parallel, rollout = settings.parallel, settings.rollout
-    layout = (
-        f"TP={parallel.tensor_model_parallel_size} PP={parallel.pipeline_model_parallel_size} DP={world.data_parallel_size}"
-    )
+    rollout = settings.rollout
     parameters = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters())
     lines = [
         f"policy       {policy.architecture.name}, {parameters:,} parameters on rank 0",
-        f"layout       {layout} on {world.device.type} ({dist.get_backend()}), torch {torch.__version__}",
-        f"megatron     core {importlib.metadata.version('megatron-core')}, {layer_spec_name()} layer spec; "
-        f"{optional_packages.describe()}",
+        f"layout       {_layout(settings.parallel, world)} on {world.device.type} ({dist.get_backend()})",
+        f"megatron     core {importlib.metadata.version('megatron-core')} on torch {torch.__version__}; "
+        f"{layer_spec_name()} layer spec, {optional_packages.describe()}",
         f"log-probs    {_logprob_kernel(settings, world)}",
         f"loss         {settings.loss.policy_loss}, M2 threshold {settings.loss.m2_threshold}",
         f"rollouts     {rollout.rollout_engine}, at most {rollout.max_staleness} updates stale",
@@ -196,6 +198,23 @@ def announce(settings: Settings, world: World, policy: Policy, position: RunPosi
     ]
     for line in lines:
         logger.info(line)
+
+
+def _layout(parallel: ParallelSettings, world: World) -> str:
+    """TP, PP and DP, and of the other divisions those that divide anything."""
+    sizes = {
+        "TP": parallel.tensor_model_parallel_size,
+        "PP": parallel.pipeline_model_parallel_size,
+        "DP": world.data_parallel_size,
+        "VPP": virtual_stages(parallel) or 1,
+        "CP": parallel.context_parallel_size,
+        "EP": parallel.expert_model_parallel_size,
+    }
+    expert_tensor = parallel.expert_tensor_parallel_size
+    if expert_tensor not in (None, parallel.tensor_model_parallel_size):
+        sizes["ETP"] = expert_tensor
+    words = [f"{name}={size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP", "DP", "ETP")]
+    return " ".join(words + ["SP"] * parallel.sequence_parallel)
 
 
 def _logprob_kernel(settings: Settings, world: World) -> str:

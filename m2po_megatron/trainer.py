@@ -25,6 +25,7 @@ from torch import Tensor
 from m2po_megatron.algo.losses import LossInputs, LossSettings, policy_loss
 from m2po_megatron.algo.m2 import SecondMomentMask, second_moment_mask
 from m2po_megatron.data.packing import MicroBatch
+from m2po_megatron.policy.balance import mean_aux_loss, scale_aux_loss
 from m2po_megatron.policy.forward import Policy, compute_logprobs, run_micro_batches
 
 
@@ -35,7 +36,11 @@ class BatchSettings:
     global_batch_size: int = field(default=512, metadata={"help": "trajectories per update (the mini-batch)"})
     micro_batch_size: int | None = field(default=None, metadata={"help": "trajectories per micro-batch, at most"})
     max_tokens_per_micro_batch: int | None = field(
-        default=None, metadata={"help": "tokens per micro-batch, at most (instead of --micro-batch-size)"}
+        default=None,
+        metadata={
+            "help": "tokens per micro-batch on a context-parallel rank, padding included, at most: a whole row holds that "
+            "times --context-parallel-size (instead of --micro-batch-size)"
+        },
     )
 
 
@@ -135,6 +140,7 @@ def train_update(
     for model in policy.models:
         model.zero_grad_buffer()
     policy.optimizer.zero_grad()
+    scale_aux_loss(policy.gpt.config, policy.settings.moe_aux_loss_coeff, micro_batches)
     consumer = _MaskedLoss(settings, denominator, masks)
     reports = run_micro_batches(policy, micro_batches, consumer, temperature=temperature, entropy="value")
     stepped, grad_norm, _ = policy.optimizer.step()
@@ -145,6 +151,8 @@ def train_update(
     sums = _sum_over_ranks(policy, reports, consumer.log_ratios, micro_batches, version)
     metrics = _metrics(mask, needs_mask, sums, denominator, policy)
     metrics.update(grad_norm=float(grad_norm), lr=float(lr), update_skipped=float(not stepped))
+    if (balance := mean_aux_loss(policy.gpt.config, len(micro_batches))) is not None:
+        metrics["loss/moe_aux"] = balance
     metrics["m2/threshold"] = settings.m2_threshold if needs_mask else None
     seconds = time.perf_counter() - start
     mask_seconds += consumer.mask_seconds

@@ -168,6 +168,16 @@ def test_zero_stays_possible_where_it_means_something(files: Path) -> None:
             ["--micro-batch-size", "4", "--max-tokens-per-micro-batch", "100"],
             "--micro-batch-size and --max-tokens-per-micro-batch: give one of them, not both",
         ),
+        (
+            ["--max-tokens-per-micro-batch", "64"],
+            "--max-tokens-per-micro-batch 64: a micro-batch holds sequences of at most 64 tokens; "
+            "1 prompt token + --max-response-length 64 is more",
+        ),
+        (
+            [*("--max-tokens-per-micro-batch", "51", "--context-parallel-size", "2", "--max-prompt-length", "37")],
+            "51 x --context-parallel-size 2: a micro-batch holds sequences of at most 100 tokens; "
+            "--max-prompt-length 37 + --max-response-length 64 is more",
+        ),
         (["--save-interval", "5"], "--save-interval: needs --save DIR"),
         (["--logits-dtype", "bf16"], "--logits-dtype bf16: needs --bf16"),
         (["--eval-interval", "5"], "--eval-interval: needs --eval-data FILE"),
@@ -180,6 +190,11 @@ def test_zero_stays_possible_where_it_means_something(files: Path) -> None:
 )
 def test_contradictions_name_the_flags(files: Path, flags: list[str], said: str) -> None:
     assert said in refused(files, *flags)
+
+
+def test_a_token_budget_that_holds_the_longest_sequence_is_taken(files: Path) -> None:
+    parse(files, "--max-tokens-per-micro-batch", "65")
+    parse(files, *("--max-tokens-per-micro-batch", "50", "--context-parallel-size", "2", "--max-prompt-length", "36"))
 
 
 def test_what_is_not_there_names_the_flag(files: Path) -> None:

@@ -19,6 +19,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 PAD_ID, EOS_ID, UNK_ID = 0, 1, 2
@@ -29,15 +31,18 @@ KINDS: dict[str, tuple[type, type]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 
 
 def make_tiny_model(
     path: str | Path, kind: str = "llama", tie: bool = False, vocab_size: int = 32, seed: int = 0, **overrides: Any
 ) -> Path:
-    """Saves a random model of `kind` (llama, qwen2 or qwen3) under `path` and returns it as a Path.
+    """Saves a random model of `kind` (llama, qwen2, qwen3 or qwen3_moe) under `path` and returns it as a Path.
 
-    float32, 2 layers, hidden 64, 4 heads, 2 KV heads (grouped), head size 16; `overrides` go to the config and win. Norm
+    float32, 2 layers, hidden 64, 4 heads, 2 KV heads (grouped), head size 16, and of qwen3_moe 4 experts of width 48, 2 of
+    them for a token; `overrides` go to the config and win. Norm
     weights and biases are random too, so that a forgotten one shows, and the logits are spread enough (standard
     deviation about 1) for log-probs to differ between seeds and between temperatures.
     """
@@ -69,6 +74,7 @@ def tiny_network(
         "pad_token_id": PAD_ID,
         "dtype": "float32",
     }
+    settings.update(EXPERTS if kind == "qwen3_moe" else {})
     settings.update(overrides)
     config = config_class(**settings)
     with torch.random.fork_rng(devices=[]):
@@ -83,7 +89,7 @@ def tiny_network(
                 elif name in ("lm_head.weight", "model.embed_tokens.weight"):
                     parameter.normal_(0.0, config.hidden_size**-0.5)
                 else:
-                    parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+                    parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
     model.generation_config.eos_token_id = EOS_ID
     model.generation_config.pad_token_id = PAD_ID
     return model.eval()

@@ -115,11 +115,8 @@ def make_batch(world: World, vocabulary: int, arguments: argparse.Namespace) -> 
     return pack(
         trajectories,
         rng.normal(size=len(trajectories)).astype(np.float32),
-        data_parallel_rank=world.data_parallel_rank,
-        data_parallel_size=world.data_parallel_size,
+        world.packing,
         micro_batch_size=arguments.micro_batch_size,
-        max_tokens=None,
-        alignment=1,
         device=world.device,
     )
 

@@ -1,4 +1,4 @@
-"""What a Hugging Face config says about a dense decoder, checked: every field mapped, or refused by name.
+"""What a Hugging Face config says about a decoder, dense or of experts, checked: every field mapped, or refused by name.
 
 A field that is silently ignored (a rope scaling, a sliding window) gives a model that trains and is wrong; so what this
 version does not build is an error that names the field and its value.
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The numbers of one model, in Hugging Face's words."""
+    """The numbers of one model, in Hugging Face's words. The last four are 0 and None in a dense model; in one of experts
+    every layer has them, and `ffn_hidden_size` belongs to no layer."""
 
     name: str
     num_layers: int
@@ -31,6 +32,10 @@ class Architecture:
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_ffn_hidden_size: int = 0
+    norm_topk_prob: bool | None = None  # the chosen experts' weights are made to sum to 1
 
 
 def read_architecture(hf_path: str | Path) -> Architecture:
@@ -69,10 +74,22 @@ def read_architecture(hf_path: str | Path) -> Architecture:
         rope_theta=_rope_theta(config),
         tied_embeddings=bool(config.tie_word_embeddings),
         qkv_bias=names[0] == "Qwen2ForCausalLM",
-        qk_norm=names[0] == "Qwen3ForCausalLM",
+        qk_norm=names[0] in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        **_experts(names[0], config),
     )
     _check_numbers(hf_path, architecture)
     return architecture
+
+
+def _experts(name: str, config: Any) -> dict[str, Any]:
+    if name != "Qwen3MoeForCausalLM":
+        return {}
+    return {
+        "num_experts": config.num_experts,
+        "experts_per_token": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "norm_topk_prob": bool(config.norm_topk_prob),
+    }
 
 
 def _check_numbers(hf_path: str | Path, architecture: Architecture) -> None:
@@ -86,6 +103,11 @@ def _check_numbers(hf_path: str | Path, architecture: Architecture) -> None:
         "vocab_size": architecture.vocab_size,
         "max_position_embeddings": architecture.max_positions,
     }
+    if architecture.norm_topk_prob is not None:
+        numbers["num_experts"] = architecture.num_experts
+        numbers["num_experts_per_tok"] = architecture.experts_per_token
+        numbers["moe_intermediate_size"] = architecture.moe_ffn_hidden_size
+        del numbers["intermediate_size"]
     for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"--hf-path {hf_path}: {name} = {value} in config.json; it must be at least 1")
@@ -93,6 +115,16 @@ def _check_numbers(hf_path: str | Path, architecture: Architecture) -> None:
         raise ValueError(
             f"--hf-path {hf_path}: num_attention_heads = {architecture.num_heads} in config.json is not a multiple of "
             f"num_key_value_heads = {architecture.num_key_value_heads}"
+        )
+    if architecture.experts_per_token > architecture.num_experts:
+        raise ValueError(
+            f"--hf-path {hf_path}: num_experts_per_tok = {architecture.experts_per_token} in config.json is more than "
+            f"num_experts = {architecture.num_experts}"
+        )
+    if architecture.experts_per_token == 1 and architecture.norm_topk_prob:
+        raise ValueError(
+            f"--hf-path {hf_path}: num_experts_per_tok = 1 in config.json with norm_topk_prob = True: the one weight is "
+            "always 1, and the router could not be trained"
         )
 
 
@@ -114,6 +146,8 @@ def _refuse_unmapped(hf_path: str | Path, config: Any) -> None:
         "use_sliding_window": getattr(config, "use_sliding_window", False) or None,
         "layer_types": next((kind for kind in layers if kind != "full_attention"), None),
         "quantization_config": "present" if getattr(config, "quantization_config", None) else None,
+        "decoder_sparse_step": step if (step := getattr(config, "decoder_sparse_step", 1)) != 1 else None,
+        "mlp_only_layers": getattr(config, "mlp_only_layers", None) or None,
         "hidden_act": config.hidden_act if config.hidden_act != "silu" else None,
     }
     for name, value in unmapped.items():

@@ -22,7 +22,7 @@ from m2po_megatron.data.packing import MicroBatch
 from m2po_megatron.kernels.logprob import linear_logprob
 from m2po_megatron.policy.architecture import Architecture, read_architecture
 from m2po_megatron.policy.attention import pack_sequences
-from m2po_megatron.policy.model import build_model, output_weight, virtual_stages, wrap_model
+from m2po_megatron.policy.model import build_model, layer_spec_name, output_weight, virtual_stages, wrap_model
 from m2po_megatron.policy.optimizer import build_optimizer
 from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings
 
@@ -82,7 +82,7 @@ def _check_divisible(architecture: Architecture, parallel: ParallelSettings) -> 
     for what, number in (
         ("attention heads", architecture.num_heads),
         ("key/value heads", architecture.num_key_value_heads),
-        ("feed-forward width", architecture.ffn_hidden_size),
+        ("feed-forward width", 0 if architecture.num_experts else architecture.ffn_hidden_size),
     ):
         if number % size:
             raise ValueError(f"--tensor-model-parallel-size {size}: the model's {what} ({number}) do not divide by it")
@@ -122,7 +122,13 @@ def run_micro_batches(
             micro_batch.token_ids[None],
             None,
             None,
-            packed_seq_params=pack_sequences(micro_batch.lengths, micro_batch.token_ids.device),
+            packed_seq_params=pack_sequences(
+                micro_batch.lengths,
+                micro_batch.token_ids.device,
+                context_rank=parallel_state.get_context_parallel_rank(),
+                context_size=parallel_state.get_context_parallel_world_size(),
+                layer_spec=layer_spec_name(),
+            ),
             **policy.keep_precision,
         )
 

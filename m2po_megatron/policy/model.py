@@ -6,7 +6,6 @@ norm and packed attention.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.module import Float16Module
@@ -73,7 +73,7 @@ def transformer_config(
         overlap_p2p_comm=virtual_stages(parallel) is not None,  # the interleaved schedule knows no other way
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        moe_token_dispatcher_type=model.moe_token_dispatcher_type,  # checked without experts too
+        **_expert_config(architecture, model, parallel),
         variable_seq_lengths=True,  # micro-batches are packed rows of different lengths
         # The loss we hand over is already divided by the global denominator: Megatron must sum, never average.
         calculate_per_token_loss=True,
@@ -87,6 +87,61 @@ def transformer_config(
         batch_p2p_comm=False,
         **recompute,
     )
+
+
+def _expert_config(architecture: Architecture, model: ModelSettings, parallel: ParallelSettings) -> dict[str, Any]:
+    if not architecture.num_experts:
+        return {"moe_token_dispatcher_type": model.moe_token_dispatcher_type}  # Megatron checks it without experts too
+    return {
+        "num_moe_experts": architecture.num_experts,
+        "moe_router_topk": architecture.experts_per_token,
+        "moe_ffn_hidden_size": architecture.moe_ffn_hidden_size,
+        # The softmax over the chosen experts alone gives the same weights as one over all, made to sum to 1.
+        "moe_router_pre_softmax": not architecture.norm_topk_prob,
+        "moe_router_score_function": "softmax",
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        "moe_token_dispatcher_type": model.moe_token_dispatcher_type,
+        "moe_grouped_gemm": layer_spec_name() == "transformer_engine",
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": _expert_tensor_size(parallel),
+    }
+
+
+def _expert_tensor_size(parallel: ParallelSettings) -> int:
+    return parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+
+
+def check_experts(architecture: Architecture, model: ModelSettings, parallel: ParallelSettings) -> None:
+    """Raise ValueError, naming the flag, for a layout or a setting that does not fit the model's experts, or their lack."""
+    experts, size, shards = architecture.num_experts, parallel.expert_model_parallel_size, _expert_tensor_size(parallel)
+    balanced = model.moe_router_load_balancing_type == "aux_loss"
+    tensor, what = parallel.tensor_model_parallel_size, ""
+    if not experts and size > 1:
+        what = f"--expert-model-parallel-size {size}: {architecture.name} has no experts"
+    elif not experts and parallel.expert_tensor_parallel_size not in (None, tensor):
+        what = f"--expert-tensor-parallel-size {shards}: {architecture.name} has no experts"
+    elif not experts and balanced:
+        what = f"--moe-router-load-balancing-type aux_loss: {architecture.name} has no experts"
+    elif not balanced and model.moe_aux_loss_coeff:
+        what = f"--moe-aux-loss-coeff {model.moe_aux_loss_coeff}: needs --moe-router-load-balancing-type aux_loss"
+    elif not 0 <= model.moe_aux_loss_coeff < float("inf"):
+        what = f"--moe-aux-loss-coeff {model.moe_aux_loss_coeff}: must be a number that is not negative"
+    elif experts and experts % size:
+        what = f"--expert-model-parallel-size {size}: the model's {experts} experts do not divide by it"
+    elif experts and architecture.moe_ffn_hidden_size % shards:
+        width = architecture.moe_ffn_hidden_size
+        what = f"--expert-tensor-parallel-size {shards}: the width of the model's experts ({width}) does not divide by it"
+    elif experts and size == 1 and shards != tensor:  # Megatron would add up the experts' gradients over other ranks
+        what = (
+            f"--expert-tensor-parallel-size {shards}: other than --tensor-model-parallel-size {tensor} it needs "
+            "--expert-model-parallel-size above 1"
+        )
+    elif experts and tensor > 1 and not parallel.sequence_parallel:
+        what = f"--tensor-model-parallel-size {tensor}: a model with experts needs --sequence-parallel beside it"
+    if what:
+        raise ValueError(what)
 
 
 def virtual_stages(parallel: ParallelSettings) -> int | None:
@@ -103,7 +158,7 @@ def padded_vocab_size(architecture: Architecture, model: ModelSettings, parallel
 
 def layer_spec_name() -> str:
     """Which layer implementation this process uses, for the start-up line."""
-    if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine_torch") is not None:
+    if HAVE_TE and torch.cuda.is_available():
         return "transformer_engine"
     return "local"
 
@@ -112,8 +167,14 @@ def _layer_specs(config: TransformerConfig, virtual_stage: int | None) -> Any:
     if layer_spec_name() == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     parts: Any = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
@@ -136,8 +197,9 @@ def build_model(
     virtual pipeline stages, in the order of their layers.
 
     The last of the last stage returns hidden states, [1, t, H] (under sequence parallelism this rank's t/TP), instead of
-    logits; `output_weight` is the matrix that makes logits of them.
+    logits; `output_weight` is the matrix that makes logits of them. Raises ValueError where `check_experts` does.
     """
+    check_experts(architecture, model, parallel)
     config = transformer_config(architecture, model, parallel)
     pieces = virtual_stages(parallel)
     stages = [None] if pieces is None else list(range(pieces))

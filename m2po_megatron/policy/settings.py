@@ -24,9 +24,13 @@ class ModelSettings:
         default="none",
         metadata={"help": "balance experts by an auxiliary loss, or leave the router alone", "choices": ["none", "aux_loss"]},
     )
-    moe_aux_loss_coeff: float = field(default=0.0, metadata={"help": "weight of that loss, per token of the mini-batch"})
+    moe_aux_loss_coeff: float = field(
+        default=0.0, metadata={"help": "weight of that loss: of its mean over the mini-batch's tokens, summed over layers"}
+    )
     moe_token_dispatcher_type: str = field(
-        default="alltoall", metadata={"help": "how tokens reach their experts' ranks", "choices": ["alltoall", "allgather"]}
+        default="alltoall",
+        # Megatron's allgather takes no rows of different lengths.
+        metadata={"help": "how tokens reach their experts' ranks", "choices": ["alltoall"]},
     )
     logprob_mode: str = field(
         default="store",
@@ -61,6 +65,17 @@ class ParallelSettings:
         default="auto", metadata={"help": "auto = nccl with CUDA, else gloo", "choices": ["auto", "nccl", "gloo"]}
     )
     distributed_timeout_minutes: int = field(default=10, metadata={"help": "a collective waits at most this long"})
+
+    @property
+    def row_alignment(self) -> int:
+        """Tokens of a row on one context-parallel rank are a multiple of it: tensor-parallel ranks may share them."""
+        return self.tensor_model_parallel_size if self.sequence_parallel else 1
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Micro-batches of an update are a multiple of it: the interleaved schedule takes them by the pipeline's size."""
+        virtual = self.num_virtual_stages_per_pipeline_rank or 1
+        return self.pipeline_model_parallel_size if virtual > 1 else 1
 
 
 @dataclass

@@ -135,7 +135,13 @@ class Controller:
         settings, model = self._settings, read_model_facts(self._job.model_path)
         for prompt in self._prompts:
             try:
-                encode_prompt(model, prompt, settings.max_response_length, settings.max_prompt_length)
+                encode_prompt(
+                    model,
+                    prompt,
+                    settings.max_response_length,
+                    settings.max_prompt_length,
+                    self._job.longest_sequence,
+                )
             except RolloutError as error:
                 raise RolloutError(f"{settings.prompt_data}: {error}") from error
         return model
@@ -266,6 +272,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("aiohttp").setLevel(logging.WARNING)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a scheduler's warning to the whole job; children inherit it
     if arguments.parent_pid is not None:
         ask_for_death_signal()
     settings, job = read_settings(arguments.settings)

@@ -20,7 +20,7 @@ from m2po_megatron.rollout.embedded_cache import SlotCache
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED_MODELS = ("llama", "qwen2", "qwen3")
+SUPPORTED_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary scalings that depend on the longest sequence of a batch: a token's log-prob would depend on its neighbours."""
 SAMPLING_CHUNK = 1 << 22

@@ -28,6 +28,8 @@ SAME_IN_CONFIG = (
     "rms_norm_eps",
     "rope_parameters",
     "tie_word_embeddings",
+    "num_experts_per_tok",
+    "norm_topk_prob",
 )
 """What the arithmetic depends on besides the tensors: shapes alone would not show that these differ."""
 NOT_A_PARAMETER = "rotary_emb.inv_freq"
@@ -43,7 +45,7 @@ def load_weights(model: PreTrainedModel, path: str | Path) -> None:
     """
     directory = Path(path)
     _check_config(model, directory)
-    targets = dict(model.named_parameters())
+    targets = _stored_tensors(model)
     with ExitStack() as stack:
         sources: dict[str, Any] = {}
         for file_name in _files(directory):
@@ -54,8 +56,26 @@ def load_weights(model: PreTrainedModel, path: str | Path) -> None:
             sources.update(dict.fromkeys(file.keys(), file))
         _check_tensors(directory, targets, sources, bool(model.config.tie_word_embeddings))
         with torch.no_grad():
-            for name, parameter in targets.items():
-                parameter.copy_(sources[name].get_tensor(name))
+            for name, target in targets.items():
+                target.copy_(sources[name].get_tensor(name))
+
+
+def _stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's parameters by their names in files: of the experts of a layer, which transformers holds as one tensor
+    [experts, ...] with gate and up end to end, a view for each matrix."""
+    stored: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        layer, _, kind = name.rpartition(".experts.")
+        if kind == "gate_up_proj":
+            for number, expert in enumerate(parameter.detach()):
+                gate, up = expert.chunk(2)
+                stored[f"{layer}.experts.{number}.gate_proj.weight"] = gate
+                stored[f"{layer}.experts.{number}.up_proj.weight"] = up
+        elif kind == "down_proj":
+            stored.update((f"{layer}.experts.{n}.down_proj.weight", expert) for n, expert in enumerate(parameter.detach()))
+        else:
+            stored[name] = parameter.detach()
+    return stored
 
 
 def _check_config(model: PreTrainedModel, directory: Path) -> None:
@@ -87,7 +107,7 @@ def _files(directory: Path) -> list[str]:
 
 
 def _check_tensors(
-    directory: Path, targets: dict[str, torch.nn.Parameter], sources: dict[str, Any], tied: bool
+    directory: Path, targets: dict[str, torch.Tensor], sources: dict[str, Any], tied: bool
 ) -> None:
     missing = sorted(targets.keys() - sources.keys())
     unknown = {name for name in sources.keys() - targets.keys() if not name.endswith(NOT_A_PARAMETER)}

@@ -85,7 +85,8 @@ async def _spawn(
     index: int, port: int, settings: RolloutSettings, job: RolloutJob, log_path: Path
 ) -> asyncio.subprocess.Process:
     command = [sys.executable, "-m", "m2po_megatron.rollout.embedded", "--model-path", job.model_path]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", settings.embedded_dtype, "--device", settings.embedded_device]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", settings.embedded_dtype, "--device", settings.embedded_device]
     command += ["--max-running-requests", str(settings.embedded_max_running_requests)]
     command += ["--weight-version", weight_version(job.incarnation, job.start_version)]
     # A resumed engine must not repeat the random numbers of the run's beginning.

@@ -182,6 +182,7 @@ class RolloutJob:
     start_version     updates the weights at `model_path` have had
     consumed_batches  batches trained up to `start_version` (start_version = consumed_batches * updates per batch)
     resume            continue the store found in run_dir; without it a store found there is refused
+    longest_sequence  most tokens of a prompt and its response that the trainer's micro-batches can hold; 0 = no limit
     """
 
     run_dir: str
@@ -190,6 +191,7 @@ class RolloutJob:
     start_version: int = 0
     consumed_batches: int = 0
     resume: bool = False
+    longest_sequence: int = 0
 
     @property
     def store_path(self) -> Path:

@@ -94,23 +94,30 @@ class SampleRequest:
     max_new_tokens: int
 
 
-def encode_prompt(model: ModelFacts, prompt: Prompt, max_new_tokens: int, max_prompt_length: int) -> list[int]:
+def encode_prompt(
+    model: ModelFacts, prompt: Prompt, max_new_tokens: int, max_prompt_length: int, longest_sequence: int = 0
+) -> list[int]:
     """The prompt's token ids, no special tokens added; RolloutError, naming the prompt, for one that does not fit.
 
-    The limit, in tokens, is `max_prompt_length`, or if that is 0 what the model's positions leave beside the response.
+    The limit, in tokens, is `max_prompt_length`, or if that is 0 what the model's positions leave beside the response; and
+    what `longest_sequence` (0: no such limit), the trainer's for prompt and response together, leaves beside the response.
     """
     ids = [int(token) for token in model.tokenizer.encode(prompt.text, add_special_tokens=False)]
-    limit = max_prompt_length or max(0, model.positions - max_new_tokens)
     if not ids:
         raise RolloutError(f"prompt {prompt.id!r} has no tokens")
-    if (max_prompt_length or model.positions) and len(ids) > limit:
-        rule = (
-            "--max-prompt-length"
-            if max_prompt_length
-            else f"the model's {model.positions} positions less {max_new_tokens} response tokens"
-        )
+    beside = f"less {max_new_tokens} response tokens"
+    limits = []
+    if max_prompt_length:
+        limits.append((max_prompt_length, "--max-prompt-length"))
+    elif model.positions:
+        limits.append((model.positions - max_new_tokens, f"the model's {model.positions} positions {beside}"))
+    if longest_sequence:
+        rule = f"the {longest_sequence} tokens that --max-tokens-per-micro-batch leaves a sequence {beside}"
+        limits.append((longest_sequence - max_new_tokens, rule))
+    limit, rule = min(limits, default=(len(ids), ""))
+    if len(ids) > limit:
         raise RolloutError(
-            f"prompt {prompt.id!r} has {len(ids)} tokens, more than {limit} ({rule}): remove or shorten it"
+            f"prompt {prompt.id!r} has {len(ids)} tokens, more than {max(0, limit)} ({rule}): remove or shorten it"
         )
     return ids
 

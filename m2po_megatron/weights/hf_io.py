@@ -1,7 +1,8 @@
 """Hugging Face safetensors directories: read into a tensor-parallel model, and written back from one.
 
 `load_hf` fills this rank's part of a GPTModel; `export_hf` yields whole tensors in Hugging Face's layout, gathered over
-tensor-parallel ranks; `save_hf` writes a complete directory from every pipeline stage at once, aside, then renames it.
+tensor-parallel and expert-parallel ranks; `save_hf` writes a complete directory from every pipeline stage at once, aside,
+then renames it.
 """
 
 from __future__ import annotations
@@ -99,62 +100,94 @@ def check_tensors(reader: HFReader, arch: Architecture) -> None:
             )
 
 
-def local_tensors(chunks: Sequence[GPTModel], arch: Architecture) -> Iterator[tuple[Row, int, Tensor]]:
-    """(row, global layer number, this rank's parameter) for every row that lives on this pipeline stage."""
+def _stage_tensors(chunks: Sequence[GPTModel], arch: Architecture) -> Iterator[tuple[Row, int, list[Tensor]]]:
+    """(row, global layer number, this rank's parameters) for every row that lives on this pipeline stage: one parameter,
+    or one for each expert this rank holds."""
+    held = arch.num_experts // parallel_state.get_expert_model_parallel_world_size()
     for gpt in chunks:
         parameters = dict(gpt.named_parameters())
         offset = gpt.decoder.layers[0].layer_number - 1 if len(gpt.decoder.layers) else 0
         tied_copy = arch.tied_embeddings and not gpt.pre_process
         for row in table(arch):
-            layers = range(len(gpt.decoder.layers)) if row.per_layer else range(1)
-            for local in layers:
+            experts = range(held) if row.per_expert else range(1)
+            for local in range(len(gpt.decoder.layers)) if row.per_layer else range(1):
                 for name in (row.megatron, row.te):
-                    parameter = parameters.get(name.format(layer=local)) if name else None
-                    if parameter is not None:
-                        yield row, local + offset, parameter
+                    names = [name.format(layer=local, expert=expert) for expert in experts] if name else []
+                    if names and names[0] in parameters:
+                        yield row, local + offset, [parameters[each] for each in names]
             if tied_copy and row.megatron == "embedding.word_embeddings.weight" and "output_layer.weight" in parameters:
-                yield row, 0, parameters["output_layer.weight"]
+                yield row, 0, [parameters["output_layer.weight"]]
+
+
+def local_tensors(chunks: Sequence[GPTModel], arch: Architecture) -> Iterator[tuple[Row, int, int, Tensor]]:
+    """(row, global layer number, global expert number or 0, this rank's parameter) for everything this rank holds."""
+    rank = parallel_state.get_expert_model_parallel_rank()
+    for row, layer, parameters in _stage_tensors(chunks, arch):
+        first = rank * len(parameters) if row.per_expert else 0
+        for number, parameter in enumerate(parameters):
+            yield row, layer, first + number, parameter
 
 
 @torch.no_grad()
 def load_hf(chunks: Sequence[GPTModel], arch: Architecture, path: str | Path) -> None:
-    """Copy a Hugging Face directory into this rank's parameters.
+    """Copy a Hugging Face directory into this rank's parameters, reading no expert that it does not hold.
 
     Raises ValueError naming the tensor and the file for anything missing, unknown or of another shape.
     """
     reader = HFReader(path)
     check_tensors(reader, arch)
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    for row, layer, parameter in local_tensors(chunks, arch):
-        names = [name.format(layer=layer) for name in row.hf]
-        shard = row.transform.shard([reader.get(n) for n in names], rank, size, arch, parameter.size(0))
+    for row, layer, expert, parameter in local_tensors(chunks, arch):
+        group = _shard_group(row)
+        names = row.hf_names(layer, expert)
+        tensors = [reader.get(name) for name in names]
+        shard = row.transform.shard(tensors, group.rank(), group.size(), arch, parameter.size(0))
         if shard.shape != parameter.shape:  # the files are right: this rank was built for another layout
             raise ValueError(
                 f"{reader.path}: {', '.join(names)} gives a shard of shape {tuple(shard.shape)}, but "
-                f"{row.megatron.format(layer=layer)} is {tuple(parameter.shape)}"
+                f"{row.megatron.format(layer=layer, expert=expert)} is {tuple(parameter.shape)}"
             )
         parameter.copy_(shard)
 
 
+def _shard_group(row: Row) -> dist.ProcessGroup:
+    """The ranks that share one tensor of this row."""
+    if row.per_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
 @torch.no_grad()
 def export_hf(chunks: Sequence[GPTModel], arch: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) of this pipeline stage in Hugging Face's layout. Collective over tensor-parallel ranks.
+    """Yield (name, whole tensor) of this pipeline stage in Hugging Face's layout, every expert included, one Megatron
+    tensor's worth at a time. Collective over tensor-parallel, expert-tensor-parallel and expert-parallel ranks.
 
     Every rank of the stage must consume it to the end; all of them get the same tensors.
     """
-    group = parallel_state.get_tensor_model_parallel_group()
     last = chunks[-1]
     tied_copy = None if last.pre_process or not (arch.tied_embeddings and last.post_process) else last.output_layer.weight
-    for row, layer, parameter in local_tensors(chunks, arch):
-        if parameter is tied_copy:
+    for row, layer, parameters in _stage_tensors(chunks, arch):
+        if parameters[0] is tied_copy:
             continue  # the last stage's copy of the tied embedding: the first stage exports it
-        shards = [parameter.detach()]
-        if group.size() > 1:
-            shards = [torch.empty_like(parameter) for _ in range(group.size())]
-            dist.all_gather(shards, parameter.detach().contiguous(), group=group)
-        tensors = row.transform.merge(shards, arch)
-        yield from zip((name.format(layer=layer) for name in row.hf), tensors, strict=True)
+        group = _shard_group(row)
+        for expert in range(arch.num_experts) if row.per_expert else range(1):
+            shard = _from_holder(parameters, expert) if row.per_expert else parameters[0].detach().contiguous()
+            shards = [shard]
+            if group.size() > 1:
+                shards = [torch.empty_like(shard) for _ in range(group.size())]
+                dist.all_gather(shards, shard, group=group)
+            yield from zip(row.hf_names(layer, expert), row.transform.merge(shards, arch), strict=True)
+
+
+def _from_holder(held: Sequence[Tensor], expert: int) -> Tensor:
+    """The shard of expert number `expert` of a layer, from the expert-parallel rank that holds it."""
+    group = parallel_state.get_expert_model_parallel_group()
+    holder, number = divmod(expert, len(held))
+    if group.size() == 1:
+        return held[number].detach().contiguous()
+    mine = holder == group.rank()
+    shard = held[number].detach().contiguous() if mine else torch.empty_like(held[0], memory_format=torch.contiguous_format)
+    dist.broadcast(shard, src=dist.get_global_rank(group, holder), group=group)
+    return shard
 
 
 def save_hf(chunks: Sequence[GPTModel], arch: Architecture, template: str | Path, path: str | Path) -> None:
@@ -175,8 +208,10 @@ def save_hf(chunks: Sequence[GPTModel], arch: Architecture, template: str | Path
                 if not file.name.endswith(".index.json"):
                     shutil.copy(file, aside / file.name)
     dist.barrier()
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in export_hf(chunks, arch)}
-    writes = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0
+    # One rank of each stage: the others take part in the export and keep nothing of it.
+    copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    writes = parallel_state.get_tensor_model_parallel_rank() == 0 and copy == 0
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in export_hf(chunks, arch) if writes}
     if writes:
         name = "model.safetensors" if stages == 1 else f"model-{stage + 1:05d}-of-{stages:05d}.safetensors"
         save_file(tensors, str(aside / name), metadata={"format": "pt"})

@@ -1,9 +1,10 @@
 """ONE table: Hugging Face name <-> Megatron name, the transform between them, and how tensor parallelism cuts it.
 
 The same rows load a model, export it, publish it to engines, and name tensors in errors. A row's names hold `{layer}`
-where they repeat per layer. A transform knows two directions:
+where they repeat per layer, and `{expert}` where they repeat per expert too: in Hugging Face's names the expert's number
+in its layer, in Megatron's its number on the rank that holds it. A transform knows two directions:
 
-    shard(hf tensors, rank, size)  -> this tensor-parallel rank's Megatron tensor
+    shard(hf tensors, rank, size)  -> this tensor-parallel (of an expert: expert-tensor-parallel) rank's Megatron tensor
     merge(all ranks' shards)       -> the hf tensors
 
 Letters: V vocabulary, H hidden, F feed-forward, N heads, G key/value heads, D head dimension.
@@ -29,7 +30,7 @@ class Transform(Protocol):
 
 
 class Replicated:
-    """The same on every rank (norms)."""
+    """The same on every rank (norms, routers)."""
 
     def shard(self, tensors: Sequence[Tensor], rank: int, size: int, arch: Architecture, rows: int) -> Tensor:
         return tensors[0]
@@ -104,28 +105,36 @@ class Row:
     def per_layer(self) -> bool:
         return "{layer}" in self.megatron
 
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.megatron
+
+    def hf_names(self, layer: int, expert: int = 0) -> list[str]:
+        """Hugging Face's names of one layer's (and expert's) tensors."""
+        return [name.format(layer=layer, expert=expert) for name in self.hf]
+
 
 _LAYER = "decoder.layers.{layer}."
 _HF = "model.layers.{layer}."
 _QKV_NAMES = tuple(f"{_HF}self_attn.{p}_proj." for p in "qkv")
 _QKV = _LAYER + "self_attention.linear_qkv."
 _FC1 = _LAYER + "mlp.linear_fc1."
+_EXPERTS = _LAYER + "mlp.experts."
+_EXPERT = _EXPERTS + "local_experts.{expert}."
 
 
 def table(arch: Architecture) -> tuple[Row, ...]:
     """The rows of this architecture. The output layer has none where it is tied to the embedding."""
-    h, f, d = arch.hidden_size, arch.ffn_hidden_size, arch.head_dim
+    h, d = arch.hidden_size, arch.head_dim
     q, kv, vocabulary = arch.num_heads * d, arch.num_key_value_heads * d, ((arch.vocab_size, h),)
     norm = ((h,),)
-    attention_norm, mlp_norm = (_HF + "input_layernorm.weight",), (_HF + "post_attention_layernorm.weight",)
+    attention_norm = (_HF + "input_layernorm.weight",)
     rows = [
         Row(("model.embed_tokens.weight",), vocabulary, "embedding.word_embeddings.weight", Vocabulary()),
         Row(attention_norm, norm, _LAYER + "input_layernorm.weight", Replicated(), _QKV + "layer_norm_weight"),
         Row(tuple(n + "weight" for n in _QKV_NAMES), ((q, h), (kv, h), (kv, h)), _QKV + "weight", QKV()),
         Row((_HF + "self_attn.o_proj.weight",), ((h, q),), _LAYER + "self_attention.linear_proj.weight", InputSplit()),
-        Row(mlp_norm, norm, _LAYER + "pre_mlp_layernorm.weight", Replicated(), _FC1 + "layer_norm_weight"),
-        Row((_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"), ((f, h), (f, h)), _FC1 + "weight", GateUp()),
-        Row((_HF + "mlp.down_proj.weight",), ((h, f),), _LAYER + "mlp.linear_fc2.weight", InputSplit()),
+        *_feed_forward(arch),
         Row(("model.norm.weight",), norm, "decoder.final_layernorm.weight", Replicated()),
     ]
     if arch.qkv_bias:
@@ -139,10 +148,33 @@ def table(arch: Architecture) -> tuple[Row, ...]:
     return tuple(rows)
 
 
+def _feed_forward(arch: Architecture) -> list[Row]:
+    """The rows behind attention: one feed-forward network, or a router and its experts."""
+    h, f = arch.hidden_size, arch.moe_ffn_hidden_size if arch.num_experts else arch.ffn_hidden_size
+    mlp = _HF + ("mlp.experts.{expert}." if arch.num_experts else "mlp.")
+    gate_up, down = (mlp + "gate_proj.weight", mlp + "up_proj.weight"), (mlp + "down_proj.weight",)
+    wide, narrow = ((f, h), (f, h)), ((h, f),)
+    norm, norm_name = ((_HF + "post_attention_layernorm.weight",), ((h,),)), _LAYER + "pre_mlp_layernorm.weight"
+    if not arch.num_experts:
+        return [
+            Row(*norm, norm_name, Replicated(), _FC1 + "layer_norm_weight"),
+            Row(gate_up, wide, _FC1 + "weight", GateUp()),
+            Row(down, narrow, _LAYER + "mlp.linear_fc2.weight", InputSplit()),
+        ]
+    router = ((_HF + "mlp.gate.weight",), ((arch.num_experts, h),))
+    return [
+        Row(*norm, norm_name, Replicated()),
+        Row(*router, _LAYER + "mlp.router.weight", Replicated()),
+        Row(gate_up, wide, _EXPERT + "linear_fc1.weight", GateUp(), _EXPERTS + "linear_fc1.weight{expert}"),
+        Row(down, narrow, _EXPERT + "linear_fc2.weight", InputSplit(), _EXPERTS + "linear_fc2.weight{expert}"),
+    ]
+
+
 def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Every Hugging Face tensor that a checkpoint of this architecture must hold, with its shape."""
     shapes: dict[str, tuple[int, ...]] = {}
     for row in table(arch):
         for layer in range(arch.num_layers) if row.per_layer else range(1):
-            shapes.update((name.format(layer=layer), shape) for name, shape in zip(row.hf, row.shapes, strict=True))
+            for expert in range(arch.num_experts) if row.per_expert else range(1):
+                shapes.update(zip(row.hf_names(layer, expert), row.shapes, strict=True))
     return shapes

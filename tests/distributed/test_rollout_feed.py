@@ -82,27 +82,34 @@ def make_feed(rank: int, **answers: list[Any]) -> RolloutFeed:
 
     group = torch.distributed.group.WORLD
     assert group is not None
-    world = World(rank, 2, torch.device("cpu"), group, data_parallel_rank=rank, data_parallel_size=2)
+    world = World(rank, 2, torch.device("cpu"), group)
     return RolloutFeed(world, ScriptedConnection(**answers) if rank == 0 else None, StopSignal())  # type: ignore[arg-type]
 
 
 def outcome(feed: RolloutFeed, value: Any) -> dict[str, Any]:
     calls = feed.connection.calls if feed.connection is not None else []  # type: ignore[attr-defined]
-    return {"value": value, "stopping": feed.stopping, "failure": feed.failure, "calls": calls}
+    found = {"value": value, "stopping": feed.stopping, "stop_number": feed.stop_number, "failure": feed.failure}
+    return {**found, "calls": calls}
 
 
 def scenes(rank: int) -> dict[str, dict[str, Any]]:
     """Every scene on this rank, one after the other."""
     out: dict[str, dict[str, Any]] = {}
 
-    def lease(name: str, stop_on: int | None = None, **answers: list[Any]) -> RolloutFeed:
+    def lease(
+        name: str, waits: list[int] | None = None, stop_on: int | None = None, **answers: list[Any]
+    ) -> RolloutFeed:
         feed = make_feed(rank, **answers)
-        feed.stop.requested = rank == stop_on
+        if waits is not None:
+            feed.while_waiting = lambda: waits.append(1)
+        feed.stop.number = signal.SIGUSR1 if rank == stop_on else None
         batch = feed.next_batch(4)
         out[name] = outcome(feed, None if batch is None else encode_batch(batch))
         return feed
 
-    lease("a batch", lease=[None, None, make_batch()])
+    waits: list[int] = []
+    lease("a batch", waits, lease=[None, None, make_batch()])
+    out["waited"] = len(waits)  # type: ignore[assignment]
     lease("stop on rank 1 while waiting", stop_on=1, lease=[None])
     lease("stop on rank 1 as a batch comes", stop_on=1, lease=[make_batch()])
     lease("stop on rank 0", stop_on=0, lease=[make_batch()])
@@ -110,9 +117,23 @@ def scenes(rank: int) -> dict[str, dict[str, Any]]:
     out["after the failure"] = outcome(feed, feed.next_batch(4))
     lease("a failure without words", lease=[RolloutError()])
     lease("a failure and a stop", stop_on=1, lease=[RolloutError("engine-0 died")])
+    out["a failure by the stop's signal"] = a_failure_by_the_signal(rank)
     out["a signal on rank 1"] = a_signal(rank)
     out["others"] = other_calls(rank)
     return out
+
+
+def a_failure_by_the_signal(rank: int) -> dict[str, Any]:
+    """The same signal ends the rollouts, while rank 0 asks for a batch."""
+    feed = make_feed(rank)
+
+    def ended(*_: Any) -> None:
+        feed.stop.number = signal.SIGTERM
+        raise RolloutError("the rollout controller is gone")
+
+    if feed.connection is not None:
+        feed.connection.lease = ended  # type: ignore[method-assign]
+    return outcome(feed, feed.next_batch(4))
 
 
 def a_signal(rank: int) -> dict[str, Any]:
@@ -166,7 +187,7 @@ def ranks() -> list[dict[str, dict[str, Any]]]:
 def both(ranks: list[dict[str, dict[str, Any]]], scene: str) -> dict[str, Any]:
     """What happened on rank 0, after having seen that the same happened on rank 1."""
     first, second = (rank[scene] for rank in ranks)
-    for key in ("value", "stopping", "failure"):
+    for key in ("value", "stopping", "stop_number", "failure"):
         assert first[key] == second[key], key
     assert second["calls"] == []
     return first
@@ -191,6 +212,7 @@ def test_a_stop_request_on_one_rank_stops_both(
 ) -> None:
     found = both(ranks, scene)
     assert (found["value"], found["stopping"], found["failure"]) == (None, True, None)
+    assert found["stop_number"] == signal.SIGUSR1
     assert len(found["calls"]) == leases
 
 
@@ -210,9 +232,21 @@ def test_a_failure_on_rank_0_is_known_on_both(ranks: list[dict[str, dict[str, An
 
 
 @pytest.mark.slow
+def test_rollouts_that_end_by_the_same_signal_have_not_failed(ranks: list[dict[str, dict[str, Any]]]) -> None:
+    found = both(ranks, "a failure by the stop's signal")
+    assert (found["value"], found["failure"], found["stop_number"]) == (None, None, signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_while_a_batch_is_awaited_both_ranks_are_called_alike(ranks: list[dict[str, dict[str, Any]]]) -> None:
+    assert [rank["waited"] for rank in ranks] == [2, 2]
+
+
+@pytest.mark.slow
 def test_a_signal_on_rank_1_stops_both_at_the_next_meeting(ranks: list[dict[str, dict[str, Any]]]) -> None:
     found = both(ranks, "a signal on rank 1")
     assert (found["value"], found["stopping"], found["failure"]) == (None, True, None)
+    assert found["stop_number"] == signal.SIGTERM
     # The handler runs within the second meeting, after its control numbers were taken: the third one stops.
     assert [rank["a signal on rank 1"]["meetings"] for rank in ranks] == [3, 3]
 
@@ -237,7 +271,7 @@ def test_evaluations_and_probes_reach_both_and_rank_0_alone_speaks(ranks: list[d
 def test_rank_0_cannot_do_without_a_connection() -> None:
     from m2po_megatron.initialize import World
 
-    world = World(0, 1, torch.device("cpu"), None, 0, 1)  # type: ignore[arg-type]
+    world = World(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="global rank 0 needs the connection"):
         RolloutFeed(world, None, StopSignal())
 
@@ -252,9 +286,19 @@ feed.time.monotonic = lambda: real() + ahead
 stop = feed.StopSignal()
 stop.install()
 print("ready", flush=True)
-for line in sys.stdin:  # a read that a signal interrupts goes on
-    ahead += float(line)
-    print(stop.requested, flush=True)
+def listen():
+    global ahead
+    for line in sys.stdin:  # a read that a signal interrupts goes on
+        if line == "release\\n":
+            break
+        if line == "hold\\n":
+            with stop.held():
+                print("held", flush=True)
+                listen()
+            line = "0"
+        ahead += float(line)
+        print(stop.requested, flush=True)
+listen()
 """
 
 
@@ -278,10 +322,13 @@ class Child:
 
     def requested(self, seconds_later: float = 0.0) -> bool:
         """Move the clock on; an answer means that the process lives and has handled what it was sent."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{seconds_later}\n")
-        self.process.stdin.flush()
+        self.say(str(seconds_later))
         return {"True": True, "False": False}[self.line()]
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -309,10 +356,26 @@ def test_a_second_signal_at_once_is_the_same_one_and_a_later_one_ends(child: Chi
     assert child.requested(SAME_SIGNAL_SECONDS - 1.0) is True
     child.send(signal.SIGINT)
     assert child.requested(1.5) is True
-    child.send(signal.SIGUSR1)  # a scheduler's warning never ends the process
-    assert child.requested() is True
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # a scheduler's signals ask and ask again
+        child.send(number)
+        assert child.requested(10.0) is True
+    child.send(signal.SIGINT)
+    assert child.end() == -signal.SIGINT
+
+
+@pytest.mark.slow
+def test_nothing_ends_the_process_while_a_checkpoint_is_written(child: Child) -> None:
     child.send(signal.SIGTERM)
-    assert child.end() == -signal.SIGTERM
+    assert child.requested(10.0) is True
+    child.say("hold")
+    assert child.line() == "held"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        child.send(number)
+        assert child.requested(10.0) is True
+    child.say("release")
+    assert child.line() == "True"
+    child.send(signal.SIGINT)
+    assert child.end() == -signal.SIGINT
 
 
 @pytest.mark.slow

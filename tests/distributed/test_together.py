@@ -30,7 +30,7 @@ def scenes(rank: int) -> dict[str, Any]:
 
     group = torch.distributed.group.WORLD
     assert group is not None
-    world = World(rank, 2, torch.device("cpu"), group, data_parallel_rank=rank, data_parallel_size=2)
+    world = World(rank, 2, torch.device("cpu"), group)
     fine: Callable[[], Any] = lambda: rank + 10  # noqa: E731
     on_one = {
         "rank 0": (0, ValueError("--hf-path x: no config.json there")),

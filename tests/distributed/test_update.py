@@ -28,12 +28,16 @@ TWO_RANKS = [
     Layout("dp2-split", micro_batch_size=3),
     Layout("dp2-budget", max_tokens=30),
     Layout("pp2-split", pipeline=2, micro_batch_size=5),
+    Layout("pp2-vpp2", pipeline=2, virtual=2, micro_batch_size=4),
+    Layout("cp2", context=2),
+    Layout("cp2-split", context=2, micro_batch_size=4),
 ]
+LAYERS = {"num_hidden_layers": 4}  # two pieces on each of two pipeline ranks
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
 def reference(request, tmp_path_factory) -> tuple[Path, dict[float, ReferenceUpdate]]:
-    path = make_tiny_model(tmp_path_factory.mktemp(request.param), kind=request.param, tie=request.param == "llama")
+    path = make_tiny_model(tmp_path_factory.mktemp(request.param), kind=request.param, tie=request.param == "llama", **LAYERS)
     return path, {t: reference_update(str(path), temperature=t) for t in (1.0, 0.7)}
 
 

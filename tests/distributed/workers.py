@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,9 +21,13 @@ class Layout:
     virtual: int | None = None
     context: int = 1
     expert: int = 1
+    expert_tensor: int | None = None
+    aux_loss: float = 0.0
     overlap: bool = False
     distributed_optimizer: bool = False
     recompute: str | None = None
+    bf16: bool = False
+    optimizer: dict[str, float] = field(default_factory=lambda: {"lr": 1e-9, "clip_grad": 0.0})
     micro_batch_size: int | None = None
     max_tokens: int | None = None
     policy_loss: str = "m2po"
@@ -44,7 +48,7 @@ def run_updates(rank: int, layouts: list[Layout], model_path: str, reference_pat
         parallel_state.destroy_model_parallel()
 
 
-def build(layout: Layout, model_path: str, lr: float = 1e-9):
+def build(layout: Layout, model_path: str):
     from m2po_megatron.initialize import initialize
     from m2po_megatron.policy.forward import build_policy
     from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings
@@ -57,6 +61,7 @@ def build(layout: Layout, model_path: str, lr: float = 1e-9):
         num_virtual_stages_per_pipeline_rank=layout.virtual,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
     )
     world = initialize(parallel, seed=0)
 
@@ -69,11 +74,13 @@ def build(layout: Layout, model_path: str, lr: float = 1e-9):
             logprob_mode=layout.logprob_mode,
             logprob_chunk_tokens=11,
             recompute_granularity=layout.recompute,
+            bf16=layout.bf16,
+            moe_router_load_balancing_type="aux_loss" if layout.aux_loss else "none",
+            moe_aux_loss_coeff=layout.aux_loss,
         ),
         parallel,
         OptimizerSettings(
-            lr=lr,
-            clip_grad=0.0,
+            **layout.optimizer,
             overlap_grad_reduce=layout.overlap,
             use_distributed_optimizer=layout.distributed_optimizer,
         ),
@@ -90,11 +97,9 @@ def rows_of(layout: Layout, world, trajectories, advantages):
     return pack(
         trajectories,
         advantages,
-        data_parallel_rank=world.data_parallel_rank,
-        data_parallel_size=world.data_parallel_size,
+        world.packing,
         micro_batch_size=layout.micro_batch_size,
         max_tokens=layout.max_tokens,
-        alignment=layout.tensor if layout.sequence_parallel else 1,
     )
 
 

@@ -53,6 +53,46 @@ def test_every_number_comes_from_the_config(tiny_model: Callable[..., Path], kin
     assert (arch.tied_embeddings, arch.qkv_bias, arch.qk_norm) == (kind == "qwen2", kind == "qwen2", kind == "qwen3")
 
 
+def test_a_dense_model_has_no_experts(tiny_model: Callable[..., Path]) -> None:
+    arch = read_architecture(tiny_model("qwen3"))
+    assert (arch.num_experts, arch.experts_per_token, arch.moe_ffn_hidden_size, arch.norm_topk_prob) == (0, 0, 0, None)
+
+
+@pytest.mark.parametrize("renormalised", [False, True])
+@pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts"])
+def test_experts_come_from_the_config(edited: Callable[..., Path], renormalised: bool, spelling: str) -> None:
+    fields = {"num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": renormalised}
+    arch = read_architecture(edited("qwen3_moe", **{"num_local_experts": None, spelling: 6}, **fields))
+    assert (arch.name, arch.qk_norm, arch.qkv_bias) == ("Qwen3MoeForCausalLM", True, False)
+    assert (arch.num_experts, arch.experts_per_token, arch.moe_ffn_hidden_size) == (6, 3, 40)
+    assert arch.norm_topk_prob is renormalised
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"num_local_experts": 0}, "num_experts = 0 in config.json; it must be at least 1"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok = 0 in config.json; it must be at least 1"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size = 0 in config.json; it must be at least 1"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok = 5 in config.json is more than num_experts = 4"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok = 1 in config.json with norm_topk_prob = True"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_experts_that_make_no_model_name_the_field(
+    edited: Callable[..., Path], fields: dict[str, Any], said: str
+) -> None:
+    path = edited("qwen3_moe", **fields)
+    with pytest.raises(ValueError) as error:
+        read_architecture(path)
+    assert str(error.value).startswith(f"--hf-path {path}: {said}")
+
+
+def test_one_expert_a_token_is_read_where_its_weight_is_its_probability(edited: Callable[..., Path]) -> None:
+    arch = read_architecture(edited("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=False, intermediate_size=0))
+    assert arch.experts_per_token == 1
+
+
 def test_the_spelling_of_transformers_4_is_read(edited: Callable[..., Path]) -> None:
     old = edited(rope_parameters=None, rope_theta=77777.0, rope_scaling=None, torch_dtype="bfloat16", dtype=None)
     assert read_architecture(old).rope_theta == 77777.0
@@ -77,6 +117,9 @@ def test_defaults_where_the_config_is_silent(edited: Callable[..., Path]) -> Non
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = sliding_attention"),
         ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = present"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers = [1]"),
+        ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act = gelu"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(
@@ -89,7 +132,7 @@ def test_what_is_not_built_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "architecture", ["GPT2LMHeadModel", "MistralForCausalLM", "Qwen3MoeForCausalLM", "LlamaForSequenceClassification"]
+    "architecture", ["GPT2LMHeadModel", "MistralForCausalLM", "Qwen2MoeForCausalLM", "LlamaForSequenceClassification"]
 )
 def test_an_unsupported_architecture_is_named_with_the_supported_ones(
     edited: Callable[..., Path], architecture: str
@@ -99,7 +142,7 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones(
         read_architecture(path)
     assert str(error.value) == (
         f"--hf-path {path}: architecture {architecture} is not supported; supported are "
-        "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+        "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
     )
 
 

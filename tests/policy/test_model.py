@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ VARIANTS = {
     "qwen3": Variant("qwen3"),
     "qwen3 wide heads, tied": Variant("qwen3", {"head_dim": 32, "tie": True}),
     "qwen3 narrow heads, rope": Variant("qwen3", {"head_dim": 8, "rope_parameters": HOT_ROPE}),
+    "experts, weights that sum to 1": Variant("qwen3_moe"),
+    "experts, plain probabilities": Variant("qwen3_moe", {"norm_topk_prob": False}),
+    "experts, one a token": Variant("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1, "tie": True}),
+    "experts, 3 of 6": Variant("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3}),
 }
 RECOMPUTE = ("full", "selective")
 
@@ -180,3 +185,61 @@ def test_bf16_holds_weights_in_bf16_and_gradients_in_float32(found: dict[str, An
     assert found["dtypes"] == ({torch.bfloat16}, {torch.float32})
     error = (found["bf16"] - found["logits"]["llama"]).abs().max()
     assert 1e-4 < error < 0.2
+
+
+@pytest.mark.slow
+def test_the_two_kinds_of_expert_weights_differ(found: dict[str, Any], model_paths: dict[str, str]) -> None:
+    """The same tensors, so that a field that is not read would show in the comparison with transformers."""
+    summed, plain = (found["logits"][f"experts, {kind}"] for kind in ("weights that sum to 1", "plain probabilities"))
+    assert (summed - plain).abs().max() > 0.1
+
+
+WRONG = {
+    "--expert-model-parallel-size 2: LlamaForCausalLM has no experts": ("llama", {}, {"expert_model_parallel_size": 2}),
+    "--expert-tensor-parallel-size 2: LlamaForCausalLM has no experts": ("llama", {}, {"expert_tensor_parallel_size": 2}),
+    "--moe-router-load-balancing-type aux_loss: LlamaForCausalLM has no experts": (
+        "llama",
+        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+        {},
+    ),
+    "--moe-aux-loss-coeff 0.1: needs --moe-router-load-balancing-type aux_loss": ("experts", {"moe_aux_loss_coeff": 0.1}, {}),
+    "--moe-aux-loss-coeff -0.1: must be a number that is not negative": (
+        "experts",
+        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": -0.1},
+        {},
+    ),
+    "--expert-model-parallel-size 3: the model's 4 experts do not divide by it": (
+        "experts",
+        {},
+        {"expert_model_parallel_size": 3},
+    ),
+    "--expert-tensor-parallel-size 5: the width of the model's experts (48) does not divide by it": (
+        "experts",
+        {},
+        {"expert_tensor_parallel_size": 5},
+    ),
+    "--expert-tensor-parallel-size 2: other than --tensor-model-parallel-size 1 it needs --expert-model-parallel-size above "
+    "1": (
+        "experts",
+        {},
+        {"expert_tensor_parallel_size": 2},
+    ),
+    "--tensor-model-parallel-size 2: a model with experts needs --sequence-parallel beside it": (
+        "experts",
+        {},
+        {"tensor_model_parallel_size": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_what_does_not_fit_the_experts_names_the_flag(tiny_model: Callable[..., Path], said: str) -> None:
+    from m2po_megatron.policy.architecture import read_architecture
+    from m2po_megatron.policy.model import check_experts
+    from m2po_megatron.policy.settings import ModelSettings, ParallelSettings
+
+    kind, model, parallel = WRONG[said]
+    arch = read_architecture(tiny_model("qwen3_moe" if kind == "experts" else kind))
+    with pytest.raises(ValueError) as error:
+        check_experts(arch, ModelSettings(**model), ParallelSettings(**parallel))
+    assert str(error.value) == said

@@ -58,6 +58,18 @@ def test_a_prompt_that_is_too_long_is_refused_at_the_start(lab: Lab) -> None:
     run(test())
 
 
+def test_a_prompt_whose_sequence_no_micro_batch_holds_is_refused_at_the_start(lab: Lab) -> None:
+    lab.job = replace(lab.job, longest_sequence=lab.settings.max_response_length + 2)
+
+    async def test() -> None:
+        async with lab.running(ready=False) as controller:
+            with pytest.raises(RolloutError, match="prompt .* tokens, more than 2 .* --max-tokens-per-micro-batch"):
+                await controller.wait_ready(WAIT_S)
+            assert controller._store.counts().get("running", 0) == 0
+
+    run(test())
+
+
 def test_a_reward_that_never_works_reaches_the_trainer(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

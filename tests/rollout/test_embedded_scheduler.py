@@ -64,7 +64,7 @@ def worst_gap(path: Path, sequences: list[Sequence]) -> float:
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_a_full_forward_pass_also_for_requests_that_join(
     tiny_model: MakeModel, kind: str, temperature: float
@@ -143,8 +143,9 @@ def test_the_same_seed_gives_the_same_samples_and_another_seed_others(tiny_model
     assert len({tuple(ids) for ids in outputs[0]}) == 4
 
 
-def test_retracted_sequences_keep_their_tokens_and_go_on_under_new_weights(tiny_model: MakeModel) -> None:
-    old, new = tiny_model("llama"), tiny_model("llama", seed=1)
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_retracted_sequences_keep_their_tokens_and_go_on_under_new_weights(tiny_model: MakeModel, kind: str) -> None:
+    old, new = tiny_model(kind), tiny_model(kind, seed=1)
     bench = Bench(old, max_running=3)
     jobs = [bench.submit(ids, f"r{i}", max_new_tokens=12, temperature=0.7) for i, ids in enumerate(prompts(5))]
     bench.steps(4)

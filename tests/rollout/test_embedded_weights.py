@@ -76,6 +76,35 @@ def test_every_parameter_is_the_files(
         assert torch.equal(model.lm_head.weight, wanted["model.embed_tokens.weight"].to(dtype))
 
 
+def test_experts_are_taken_matrix_by_matrix(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """transformers holds a layer's experts as one tensor, files hold each matrix by itself."""
+    served, new = load_model(tiny_model("qwen3_moe"), torch.float32), tiny_model("qwen3_moe", seed=1)
+    split(shutil.copytree(new, tmp_path / "two files"))
+    load_weights(served, tmp_path / "two files")
+    wanted = snapshot(load_model(new, torch.float32))
+    assert wanted["model.layers.1.mlp.experts.gate_up_proj"].shape == (4, 96, 64)
+    found = snapshot(served)
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, wanted[name]), name
+    for number, (spoil, text) in enumerate(
+        (
+            (lambda t: t.pop("model.layers.1.mlp.experts.3.up_proj.weight"), "experts.3.up_proj.weight is missing"),
+            (lambda t: t.update({"model.layers.0.mlp.experts.4.up_proj.weight": torch.ones(48, 64)}), "experts.4.* is not a"),
+            (lambda t: t.update({"model.layers.0.mlp.experts.0.down_proj.weight": torch.ones(48, 64)}), r"not \(64, 48\)"),
+        )
+    ):
+        bad = shutil.copytree(tiny_model("qwen3_moe", seed=2), tmp_path / f"bad {number}")
+        edit_tensors(bad, spoil)
+        with pytest.raises(ModelError, match=text):
+            load_weights(served, bad)
+    edit_config(tmp_path / "two files", norm_topk_prob=False)
+    with pytest.raises(ModelError, match="norm_topk_prob is False, but the model that is served has True"):
+        load_weights(served, tmp_path / "two files")
+    for name, tensor in snapshot(served).items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
 def truncate(directory: Path) -> None:
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])

@@ -139,19 +139,24 @@ def test_scores_see_the_text_without_special_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_prompt_length", "positions", "fits", "rule"),
+    ("max_prompt_length", "positions", "longest", "fits", "rule"),
     [
-        (0, 16, 8, "the model's 16 positions less 8 response tokens"),
-        (5, 16, 5, "--max-prompt-length"),
-        (0, 8, 0, "the model's 8 positions"),
+        (0, 16, 0, 8, "the model's 16 positions less 8 response tokens"),
+        (5, 16, 0, 5, "--max-prompt-length"),
+        (0, 8, 0, 0, "the model's 8 positions"),
+        (0, 16, 14, 6, "the 14 tokens that --max-tokens-per-micro-batch leaves a sequence less 8 response tokens"),
+        (9, 0, 12, 4, "the 12 tokens that --max-tokens-per-micro-batch"),
+        (5, 16, 14, 5, "--max-prompt-length"),
     ],
 )
-def test_a_prompt_that_does_not_fit_is_named(max_prompt_length: int, positions: int, fits: int, rule: str) -> None:
+def test_a_prompt_that_does_not_fit_is_named(
+    max_prompt_length: int, positions: int, longest: int, fits: int, rule: str
+) -> None:
     model = ModelFacts(Letters(), (EOS,), positions)
     if fits:
-        assert len(encode_prompt(model, Prompt("p", "x" * fits), 8, max_prompt_length)) == fits
+        assert len(encode_prompt(model, Prompt("p", "x" * fits), 8, max_prompt_length, longest)) == fits
     with pytest.raises(RolloutError, match=f"prompt 'long' has {fits + 1} tokens, more than {fits} .{rule}"):
-        encode_prompt(model, Prompt("long", "x" * (fits + 1)), 8, max_prompt_length)
+        encode_prompt(model, Prompt("long", "x" * (fits + 1)), 8, max_prompt_length, longest)
 
 
 def test_model_facts_of_a_real_directory(tiny_model: Callable[..., Path]) -> None:

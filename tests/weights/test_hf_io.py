@@ -24,6 +24,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2 tied": {"kind": "qwen2", "tie": True},
     "qwen3": {"kind": "qwen3", "head_dim": 24, "num_key_value_heads": 4, "num_attention_heads": 8},
     "qwen3 tied 37": {"kind": "qwen3", "tie": True, "vocab_size": 37},
+    "experts": {"kind": "qwen3_moe"},
+    "experts tied 37": {"kind": "qwen3_moe", "tie": True, "vocab_size": 37, "num_experts": 6, "num_hidden_layers": 4},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp1": {},
@@ -31,14 +33,34 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline": 2},
     "tp2 sp": {"tensor": 2, "sequence_parallel": True},
     "dp2": {},
+    "cp2": {"context": 2},
+    "ep2": {"expert": 2},
+    "tp2 sp, experts whole": {"tensor": 2, "sequence_parallel": True, "expert_tensor": 1, "expert": 2},
+    "pp2 in 2 pieces": {"pipeline": 2, "virtual": 2},
+    "ep2 tp2": {"tensor": 2, "sequence_parallel": True, "expert": 2},
+    "pp2 ep2": {"pipeline": 2, "expert": 2},
 }
 ONE_RANK = [("tp1", name) for name in MODELS]
-TWO_RANKS = [(layout, name) for layout in ("tp2", "pp2") for name in MODELS] + [("tp2 sp", "qwen2"), ("dp2", "llama 37")]
+DENSE = [name for name in MODELS if not name.startswith("experts")]
+TWO_RANKS = [(layout, name) for layout in ("tp2", "pp2") for name in DENSE] + [("tp2 sp", "qwen2"), ("dp2", "llama 37")]
+TWO_RANKS += [(layout, "experts") for layout in ("tp2 sp", "pp2", "ep2", "cp2")]
+TWO_RANKS += [(layout, "experts tied 37") for layout in ("tp2 sp, experts whole", "pp2 in 2 pieces", "ep2")]
+FOUR_RANKS = [("ep2 tp2", "experts"), ("pp2 ep2", "experts"), ("ep2 tp2", "experts tied 37"), ("pp2 ep2", "experts tied 37")]
 
 Tensors = dict[str, torch.Tensor]
 
 
-def build(path: str, tensor: int = 1, pipeline: int = 1, sequence_parallel: bool = False, bf16: bool = False) -> Any:
+def build(
+    path: str,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual: int | None = None,
+    context: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
+    sequence_parallel: bool = False,
+    bf16: bool = False,
+) -> Any:
     """(pieces of the model, architecture) on this rank, with the directory's weights."""
     from m2po_megatron.initialize import initialize
     from m2po_megatron.policy.architecture import read_architecture
@@ -47,7 +69,13 @@ def build(path: str, tensor: int = 1, pipeline: int = 1, sequence_parallel: bool
     from m2po_megatron.weights.hf_io import load_hf
 
     parallel = ParallelSettings(
-        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, sequence_parallel=sequence_parallel
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        num_virtual_stages_per_pipeline_rank=virtual,
+        context_parallel_size=context,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+        sequence_parallel=sequence_parallel,
     )
     world = initialize(parallel, seed=0)
     arch = read_architecture(path)
@@ -119,6 +147,11 @@ def one_rank(folder: Path, paths: dict[str, str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path, paths: dict[str, str]) -> list[dict[str, Tensors]]:
     return run_ranks(round_trips, 2, paths, TWO_RANKS, str(folder / "out"))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(folder: Path, paths: dict[str, str]) -> list[dict[str, Tensors]]:
+    return run_ranks(round_trips, 4, paths, FOUR_RANKS, str(folder / "out"))
 
 
 def source(path: str | Path) -> Tensors:
@@ -220,21 +253,38 @@ def test_two_ranks_give_back_what_they_read(
     two_ranks: list[dict[str, Tensors]], paths: dict[str, str], layout: str, name: str
 ) -> None:
     key, expected = f"{layout}/{name}", source(paths[name])
-    if layout != "pp2":
+    if not layout.startswith("pp2"):
         for rank in two_ranks:
             same(rank[key], expected)
         return
     first, last = (rank[key] for rank in two_ranks)
     assert not first.keys() & last.keys()  # each tensor from one stage
-    assert "model.layers.1.mlp.up_proj.weight" in last
+    assert "model.layers.1.input_layernorm.weight" in last
+    assert ("model.layers.2.input_layernorm.weight" in first) == ("pieces" in layout)
     same({**first, **last}, expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "name"), ONE_RANK + TWO_RANKS)
+@pytest.mark.parametrize(("layout", "name"), FOUR_RANKS)
+def test_four_ranks_give_back_every_expert_they_share(
+    four_ranks: list[dict[str, Tensors]], paths: dict[str, str], layout: str, name: str
+) -> None:
+    exported = [rank[f"{layout}/{name}"] for rank in four_ranks]
+    whole = {name: tensor for rank in exported for name, tensor in rank.items()}
+    same(whole, source(paths[name]))
+    stages = [exported[:2], exported[2:]] if layout == "pp2 ep2" else [exported]
+    for ranks in stages:
+        for each in ranks:
+            same(each, ranks[0])
+    assert sum(len(ranks[0]) for ranks in stages) == len(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "name"), ONE_RANK + TWO_RANKS + FOUR_RANKS)
 def test_a_written_directory_is_the_model_for_transformers(
     one_rank: dict[str, Any],
     two_ranks: list[dict[str, Tensors]],
+    four_ranks: list[dict[str, Tensors]],
     folder: Path,
     paths: dict[str, str],
     layout: str,
@@ -244,7 +294,7 @@ def test_a_written_directory_is_the_model_for_transformers(
 
     path, origin = folder / "out" / layout / name, Path(paths[name])
     files = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    if layout == "pp2":
+    if layout.startswith("pp2"):
         index = json.loads((path / "model.safetensors.index.json").read_text())
         parts = {f"model-0000{stage}-of-00002.safetensors" for stage in (1, 2)}
         assert set(index["weight_map"].values()) == parts

@@ -1,0 +1,128 @@
+"""Where checkpoints lie, and which of them count.
+
+    SAVE/iter_0000120/            a whole one: Megatron's files and run.json
+    SAVE/latest                   the name of the newest whole one, moved last
+    SAVE/iter_0000160.*.tmp/      one that is being written, or whose writing was killed
+
+Every step leaves a directory that can be resumed from: names change by a rename alone, and what is removed is renamed first.
+All functions are for global rank 0, except `latest_checkpoint` and `read_position`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from m2po_megatron.weights.publish import replace_text
+
+_REPLACED = ".replaced.tmp"
+
+
+@dataclass
+class RunPosition:
+    """Where a run stands: updates done, batches consumed, and which life of the run this is."""
+
+    version: int = 0
+    consumed_batches: int = 0
+    incarnation: int = 0
+    hf_path: str = ""
+
+
+def checkpoint_name(version: int) -> str:
+    return f"iter_{version:07d}"
+
+
+def is_whole(path: Path) -> bool:
+    return path.suffix != ".tmp" and (path / "run.json").is_file()
+
+
+def begin_directory(root: Path, version: int) -> Path:
+    """Remove what killed saves left, and make the directory that a checkpoint is written into.
+
+    Its name was never used before: a writer whose job was killed may still be about to open files in the old one.
+    """
+    _undo_replacement(root)
+    for leftover in root.glob("iter_*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    aside = root / f"{checkpoint_name(version)}.{time.time_ns():x}.tmp"
+    aside.mkdir(parents=True)
+    return aside
+
+
+def complete_directory(aside: Path, position: RunPosition, keep_last: int, in_use: Path | None) -> Path:
+    """Give a fully written directory its name, move `latest` to it, then let older ones go; returns its path.
+
+    keep_last: how many whole checkpoints stay, this one included; 0 = all. `in_use` stays in any case.
+    """
+    root = aside.parent
+    final = root / checkpoint_name(position.version)
+    for file in aside.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    replace_text(aside / "run.json", json.dumps(dataclasses.asdict(position), indent=2))
+    replaced = root / (final.name + _REPLACED)
+    if final.exists():  # this version once more, by another life of the run
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(final, replaced)
+    os.replace(aside, final)
+    replace_text(root / "latest", final.name)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if keep_last:
+        _remove_older(root, position.version, keep_last, in_use)
+    return final
+
+
+def _remove_older(root: Path, newest: int, keep_last: int, in_use: Path | None) -> None:
+    found = {int(m[1]): p for p in root.glob("iter_*") if (m := re.fullmatch(r"iter_(\d+)", p.name)) and is_whole(p)}
+    for version in sorted(v for v in found if v <= newest)[:-keep_last]:
+        if found[version] != in_use:
+            doomed = found[version].with_name(found[version].name + ".old.tmp")
+            os.replace(found[version], doomed)  # else a removal that is killed leaves what looks like a whole one
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _undo_replacement(root: Path) -> None:
+    """A save killed between its two renames has taken away what `latest` names; the whole old one lies beside it."""
+    pointer = root / "latest"
+    if pointer.is_file():
+        named = root / pointer.read_text().strip()
+        if not named.exists():
+            with contextlib.suppress(FileNotFoundError):  # there is none, or another rank was faster
+                os.replace(root / (named.name + _REPLACED), named)
+
+
+def latest_checkpoint(load: str | Path) -> Path | None:
+    """The checkpoint that `latest` names, or None where there is none yet (a run that starts again from its beginning).
+
+    Raises ValueError if `latest` names a missing or half-written one, or if there are checkpoints but no `latest`: a run
+    that was meant to be resumed must not begin anew.
+    """
+    root = Path(load)
+    pointer = root / "latest"
+    _undo_replacement(root)
+    if pointer.is_file():
+        path = root / pointer.read_text().strip()
+        if not is_whole(path):
+            raise ValueError(f"--load {load}: latest names {path.name}, which is not a complete checkpoint there")
+        return path
+    if (root / "run.json").is_file():
+        raise ValueError(f"--load {load}: is one checkpoint; give the directory that holds it and the file latest")
+    whole = sorted(p.name for p in root.glob("iter_*") if is_whole(p))
+    if whole:
+        raise ValueError(f"--load {load}: has no file latest; to resume from {whole[-1]}, write this name into it")
+    return None
+
+
+def read_position(checkpoint: Path) -> RunPosition:
+    """What run.json says. Raises ValueError if it cannot be read."""
+    try:
+        return RunPosition(**json.loads((checkpoint / "run.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"--load: {checkpoint}/run.json cannot be read: {error}") from error

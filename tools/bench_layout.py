@@ -1,0 +1,176 @@
+"""An update's time in every layout of two ranks against one process, and how full and how even packing makes the rows.
+
+    python tools/bench_layout.py [--trajectories 512] [--repeats 9] [--output FILE.json]
+
+The same mini-batch everywhere (pass A, mask, pass B, clip and step; the bundled model, its layers as they are). Two ranks on
+two cores would take half of one process's time if nothing were lost. Response lengths are lognormal (sigma 1): most short,
+some long, as in reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine)")  # megatron-core says so without them
+
+from m2po_megatron import cpu  # noqa: E402
+
+cpu.install()
+
+from m2po_megatron.algo.losses import LossSettings  # noqa: E402
+from m2po_megatron.data.packing import PackingLayout, pack, plan_micro_batches  # noqa: E402
+from m2po_megatron.data.trajectory import Trajectory  # noqa: E402
+from m2po_megatron.initialize import initialize  # noqa: E402
+from m2po_megatron.policy.forward import build_policy  # noqa: E402
+from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings  # noqa: E402
+from m2po_megatron.trainer import train_update  # noqa: E402
+from m2po_megatron.weights.hf_io import load_hf  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Layout:
+    ranks: int = 2
+    parallel: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+LAYOUTS = {
+    "one process": Layout(ranks=1),
+    "DP=2": Layout(),
+    "DP=2, distributed optimizer": Layout(optimizer={"use_distributed_optimizer": True}),
+    "TP=2": Layout(parallel={"tensor_model_parallel_size": 2}),
+    "TP=2, sequence parallel": Layout(parallel={"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "PP=2": Layout(parallel={"pipeline_model_parallel_size": 2}),
+    "CP=2": Layout(parallel={"context_parallel_size": 2}),
+}
+
+
+def make_trajectories(count: int, mean_response: int, vocabulary: int) -> list[Trajectory]:
+    rng = np.random.default_rng(0)
+    trajectories = []
+    for i in range(count):
+        prompt = int(rng.integers(4, 9))
+        response = max(1, int(rng.lognormal(np.log(mean_response) - 0.5, 1.0)))  # sigma 1: the mean is exp(mu + 1/2)
+        length = prompt + min(response, 8 * mean_response)
+        sampled = np.arange(length) >= prompt
+        trajectories.append(
+            Trajectory(
+                id=f"t{i}",
+                group_id=f"g{i // 8}",
+                token_ids=rng.integers(0, vocabulary, length),
+                loss_mask=sampled,
+                behaviour_logprobs=np.where(sampled, -rng.exponential(2.0, length), 0.0).astype(np.float32),
+                versions=np.where(sampled, 0, -1),
+                reward=0.0,
+            )
+        )
+    return trajectories
+
+
+def run_rank(rank: int, folder: str, name: str, arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    layout = LAYOUTS[name]
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=layout.ranks,
+        timeout=datetime.timedelta(minutes=5),
+    )
+    parallel = ParallelSettings(**layout.parallel)
+    world = initialize(parallel, seed=0)
+    policy = build_policy(
+        ModelSettings(hf_path=arguments.hf_path),
+        parallel,
+        OptimizerSettings(lr=1e-9, **layout.optimizer),
+        train_iters=1000,
+        device=world.device,
+        load_weights=lambda chunks, architecture: load_hf(chunks, architecture, arguments.hf_path),
+    )
+    trajectories = make_trajectories(arguments.trajectories, arguments.response_length, policy.architecture.vocab_size)
+    advantages = np.random.default_rng(1).normal(size=len(trajectories)).astype(np.float32)
+    rows = pack(trajectories, advantages, world.packing, max_tokens=arguments.max_tokens)
+    seconds = []
+    for _ in range(arguments.repeats + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        train_update(policy, rows, LossSettings(), temperature=1.0, version=0)
+        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        seconds.append(float(slowest))
+    if rank == 0:
+        result = {"ms": 1e3 * statistics.median(seconds[2:]), "micro_batches": len(rows)}
+        Path(folder, "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def measure_step_times(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    print(f"{'layout':<30}{'ms':>8}{'x one process':>15}{'micro-batches a rank':>22}")
+    for name, layout in LAYOUTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(run_rank, args=(folder, name, arguments), nprocs=layout.ranks)
+            found[name] = json.loads(Path(folder, "result.json").read_text())
+        found[name]["ratio"] = found[name]["ms"] / found["one process"]["ms"]
+        row = found[name]
+        print(f"{name:<30}{row['ms']:>8.0f}{row['ratio']:>14.2f}x{row['micro_batches']:>22}", flush=True)
+    return found
+
+
+def measure_packing(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Against what packing replaces: micro-batches of as many sequences in order, padded to the longest of each."""
+    lengths = [len(t.token_ids) for t in make_trajectories(arguments.trajectories, arguments.response_length, 32)]
+    found: dict[str, dict[str, float]] = {}
+    print(f"\n{'rows':<30}{'real tokens':>12}{'largest rank / mean':>21}{'micro-batches a rank':>22}")
+    for ranks, context in ((1, 1), (8, 1), (4, 2)):
+        layout = PackingLayout(data_parallel_size=ranks, context_parallel_size=context)
+        plan = plan_micro_batches(lengths, layout, micro_batch_size=None, max_tokens=arguments.max_tokens)
+        rows = [row for rank_rows in plan.rows for row in rank_rows]
+        held = sum(layout.row_tokens([lengths[i] for i in row]) for row in rows)
+        name = f"packed, DP={ranks} CP={context}"
+        found[name] = {"real": sum(lengths) / held, "balance": plan.balance, "micro_batches": len(plan.rows[0])}
+    at_once = max(1, len(lengths) // len(rows))
+    padded = [max(lengths[i : i + at_once]) * len(lengths[i : i + at_once]) for i in range(0, len(lengths), at_once)]
+    by_rank = [sum(padded[rank::8]) for rank in range(8)]
+    found["padded, in order, DP=8"] = {
+        "real": sum(lengths) / sum(padded),
+        "balance": max(by_rank) * len(by_rank) / sum(by_rank),
+        "micro_batches": -(-len(padded) // 8),
+    }
+    for name, row in found.items():
+        print(f"{name:<30}{100 * row['real']:>11.1f}%{row['balance']:>21.3f}{row['micro_batches']:>22}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hf-path", default="examples/arithmetic/model")
+    parser.add_argument("--trajectories", type=int, default=512)
+    parser.add_argument("--response-length", type=int, default=24, help="mean, in tokens")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="of a micro-batch, on a context-parallel rank")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--output", type=Path, default=None, help="also write the results as JSON")
+    arguments = parser.parse_args()
+    results = {"step": measure_step_times(arguments), "packing": measure_packing(arguments)}
+    if arguments.output:
+        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
