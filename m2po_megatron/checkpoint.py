@@ -50,7 +50,7 @@ from m2po_megatron.checkpoint_state import (
     random_state,
     rank_layout,
 )
-from m2po_megatron.parentage import ask_for_death_signal
+from m2po_megatron.parentage import ask_for_death_signal, leave_signals_to_parent
 from m2po_megatron.policy.forward import Policy
 from m2po_megatron.randomness import restore_generators, seed_generators
 
@@ -167,16 +167,9 @@ def _first_words(error: CheckpointException | OSError) -> str:
     return "see rank 0"
 
 
-def _leave_signals_to_the_rank() -> None:
-    """A process that serves a save must not end by a signal to the whole job, but with its rank, if that is killed."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    ask_for_death_signal(signal.SIGKILL)
-
-
 def _write_apart(rank_pid: int, write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """What the forked writer runs; it forks again, once a file."""
-    _leave_signals_to_the_rank()
+    leave_signals_to_parent()
     os.register_at_fork(after_in_child=partial(ask_for_death_signal, signal.SIGKILL))
     signal.signal(signal.SIGCHLD, _end_with_a_failed_child)
     if os.getppid() == rank_pid:
@@ -197,7 +190,7 @@ def _start_results_queue() -> None:
     signal to the job; this is the same one, made to do neither."""
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=get_context("spawn"))
-        manager.start(initializer=_leave_signals_to_the_rank)
+        manager.start(initializer=leave_signals_to_parent)
         filesystem_async._results_queue = manager.Queue()
 
 

@@ -29,6 +29,13 @@ def ask_for_death_signal(number: signal.Signals = signal.SIGTERM) -> None:
         logger.warning("prctl(PR_SET_PDEATHSIG) failed with errno %d; polling the parent instead", ctypes.get_errno())
 
 
+def leave_signals_to_parent() -> None:
+    """For a process that serves one rank: it does not end by a signal to the whole job, but when its rank does."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    ask_for_death_signal(signal.SIGKILL)
+
+
 async def watch_parent(parent_pid: int, on_death: Callable[[], None]) -> None:
     """Call `on_death` once this process's parent is not `parent_pid` any more (it died before or while we look)."""
     while os.getppid() == parent_pid:

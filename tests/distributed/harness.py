@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 280.0) -> list[Any]:
     """`function(rank, *args)` on every rank with torch.distributed initialised; the ranks' results, in order.
 
     AssertionError with the rank's traceback as soon as one fails (the others are ended), or when time is up.

@@ -42,7 +42,7 @@ THIRD = [
 LAYERS = {"num_hidden_layers": 4}  # two pieces on each of two pipeline ranks
 OTHER_LAYOUT = [pair for pair in SECOND + THIRD if pair[0] != pair[1]]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # several times what they take where nothing else runs
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def one(data: Data, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def two(one: list[dict[str, Any]], data: Data, folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(run, 2, [name for name in SAME if name not in ALONE], SECOND, data, str(folder), timeout_s=240.0)
+    return run_ranks(run, 2, [name for name in SAME if name not in ALONE], SECOND, data, str(folder), timeout_s=560.0)
 
 
 @pytest.fixture(scope="module")
