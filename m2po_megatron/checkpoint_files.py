@@ -101,8 +101,9 @@ def _undo_replacement(root: Path) -> None:
 def latest_checkpoint(load: str | Path) -> Path | None:
     """The checkpoint that `latest` names, or None where there is none yet (a run that starts again from its beginning).
 
-    Raises ValueError if `latest` names a missing or half-written one, or if there are checkpoints but no `latest`: a run
-    that was meant to be resumed must not begin anew.
+    A run that was killed before its first checkpoint was pointed to has one whole checkpoint and no `latest`: that one.
+    Raises ValueError if `latest` names a missing or half-written one, or if there are several checkpoints but no `latest`:
+    a run that was meant to be resumed must not begin anew.
     """
     root = Path(load)
     pointer = root / "latest"
@@ -115,6 +116,8 @@ def latest_checkpoint(load: str | Path) -> Path | None:
     if (root / "run.json").is_file():
         raise ValueError(f"--load {load}: is one checkpoint; give the directory that holds it and the file latest")
     whole = sorted(p.name for p in root.glob("iter_*") if is_whole(p))
+    if len(whole) == 1:
+        return root / whole[0]
     if whole:
         raise ValueError(f"--load {load}: has no file latest; to resume from {whole[-1]}, write this name into it")
     return None

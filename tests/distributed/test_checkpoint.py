@@ -298,7 +298,9 @@ def test_latest_naming_what_is_not_whole_is_refused(tmp_path: Path, named: str) 
 
 def test_checkpoints_without_latest_do_not_start_the_run_anew(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "iter_0000002")
-    with pytest.raises(ValueError, match=r"has no file latest; to resume from iter_0000002, write this name into it"):
+    assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000002"  # killed between the first one's name and `latest`
+    make_checkpoint(tmp_path / "iter_0000004", 4)
+    with pytest.raises(ValueError, match=r"has no file latest; to resume from iter_0000004, write this name into it"):
         latest_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"iter_0000002: is one checkpoint; give the directory that holds it"):
         latest_checkpoint(tmp_path / "iter_0000002")
