@@ -19,7 +19,7 @@ from torch import Tensor
 from m2po_megatron.kernels import logprob_torch
 from m2po_megatron.kernels.backends import Shard
 
-LIBRARY = Path(__file__).parent / f"_logprob_native{EXTENSION_SUFFIXES[0]}"
+BINARY = Path(__file__).parent / f"_logprob_native{EXTENSION_SUFFIXES[0]}"
 INTERFACE = 1
 """What the library's logprob_native_interface() must answer."""
 
@@ -105,15 +105,15 @@ def write_gradient(
 def _library() -> ctypes.CDLL | str:
     """The loaded library, or why there is none."""
     build = "`python setup.py build_ext --inplace` in the source tree builds it"
-    if not LIBRARY.exists():
-        return f"its library {LIBRARY.name} was not built (no C++ compiler at installation?); {build}"
+    if not BINARY.exists():
+        return f"its library {BINARY.name} was not built (no C++ compiler at installation?); {build}"
     try:
-        library = ctypes.CDLL(str(LIBRARY))
+        library = ctypes.CDLL(str(BINARY))
     except OSError as error:
         return f"its library cannot be loaded ({error}); {build}"
     found = library.logprob_native_interface()
     if found != INTERFACE:
-        return f"its library {LIBRARY.name} is of another version (interface {found}, not {INTERFACE}); {build}"
+        return f"its library {BINARY.name} is of another version (interface {found}, not {INTERFACE}); {build}"
     for name, types in _ARGUMENTS.items():
         function = getattr(library, f"logprob_native_{name}")  # one object, kept by the library
         function.argtypes, function.restype = types, None

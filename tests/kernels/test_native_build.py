@@ -31,7 +31,7 @@ def test_what_it_cannot_take_is_named_and_auto_takes_another() -> None:
 def test_a_missing_broken_or_older_library_is_an_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.zeros(1, 2)
     load = logprob_native._library.__wrapped__
-    monkeypatch.setattr(logprob_native, "LIBRARY", tmp_path / "library.so")
+    monkeypatch.setattr(logprob_native, "BINARY", tmp_path / "library.so")
     monkeypatch.setattr(logprob_native, "_library", load)
     assert "was not built" in logprob_native.obstacle(logits)
     (tmp_path / "library.so").write_bytes(b"no library")
@@ -46,7 +46,7 @@ def test_the_library_was_built() -> None:
     """It is optional for users, not for the tests: where there is a compiler, what they test must exist."""
     assert shutil.which("c++") or shutil.which("g++"), "these tests need a C++ compiler"
     assert logprob_native.obstacle(torch.zeros(1, 1)) == "", "run `python setup.py build_ext --inplace`"
-    library = ctypes.CDLL(str(logprob_native.LIBRARY))
+    library = ctypes.CDLL(str(logprob_native.BINARY))
     assert library.logprob_native_interface() == logprob_native.INTERFACE
 
 
