@@ -161,20 +161,29 @@ def be_killed_at(order: Path, position: Any) -> None:
 
         setattr(owner, name, call)
 
-    def is_due(*_: Any, **__: Any) -> bool:
-        return position.version >= int(version)
+    # Which save it is, its own arguments say: a save in the background may end when the run has come to a later version.
+    name = f"iter_{int(version):07d}"
+
+    def is_begun(root: Path, number: int) -> bool:
+        return number == int(version)
+
+    def is_complete(aside: Path, saved: Any, *_: Any) -> bool:
+        return saved.version == int(version)
+
+    def is_pointed_to(path: Path, text: str) -> bool:
+        return path.name == "latest" and text == name
 
     if point == "begun":
-        killing(checkpoint, "begin_directory", is_due, after=True)
+        killing(checkpoint, "begin_directory", is_begun, after=True)
     elif point == "writing":
-        items = iter(range(10**6))
-        killing(filesystem_async, "_write_item", lambda *_, **__: is_due() and next(items) == 5)
+        items = iter(range(10**6))  # counted in the writer, whose copy of `position` is of when it was forked
+        killing(filesystem_async, "_write_item", lambda *_, **__: position.version == int(version) and next(items) == 5)
     elif point == "written":
-        killing(checkpoint, "complete_directory", is_due)
+        killing(checkpoint, "complete_directory", is_complete)
     elif point == "renamed":
-        killing(files, "replace_text", lambda path, _: is_due() and path.name == "latest")
+        killing(files, "replace_text", is_pointed_to)
     elif point == "pointed":
-        killing(files, "replace_text", lambda path, _: is_due() and path.name == "latest", after=True)
+        killing(files, "replace_text", is_pointed_to, after=True)
     else:
         raise ValueError(f"{order}: {point} is none of {POINTS}")
 

@@ -18,6 +18,7 @@ from tests.distributed.workers import Layout, build, rows_of
 
 MODEL = "examples/arithmetic/model"
 UPDATES = 4
+OPTIMIZER = {"lr": 1e-4, "clip_grad": 0.0}
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -54,7 +55,7 @@ def train_on(rank: int, layout: Layout, payload: bytes) -> dict:
     from m2po_megatron.policy.forward import compute_logprobs
     from m2po_megatron.trainer import find_mask, measure_engine_floor, train_update
 
-    world, policy = build(layout, MODEL, lr=1e-4)
+    world, policy = build(layout, MODEL)
     trajectories = decode_batch(payload).trajectories
     advantages = np.random.default_rng(0).normal(size=len(trajectories)).astype(np.float32)
     rows = rows_of(layout, world, trajectories, advantages)
@@ -82,8 +83,8 @@ def train_on(rank: int, layout: Layout, payload: bytes) -> dict:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout("tp2", tensor=2),
-        Layout("dp2-cool", micro_batch_size=9, temperature=0.7),
+        Layout("tp2", tensor=2, optimizer=OPTIMIZER),
+        Layout("dp2-cool", micro_batch_size=9, temperature=0.7, optimizer=OPTIMIZER),
     ],
     ids=lambda layout: layout.name,
 )
