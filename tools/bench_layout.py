@@ -10,36 +10,25 @@ some long, as in reinforcement learning.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
-import tempfile
-import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine)")  # megatron-core says so without them
 
-from m2po_megatron import cpu  # noqa: E402
-
-cpu.install()
+from bench_ranks import end_rank, make_advantages, make_trajectories, run_group, slowest, start_rank  # noqa: E402
 
 from m2po_megatron.algo.losses import LossSettings  # noqa: E402
 from m2po_megatron.data.packing import PackingLayout, pack, plan_micro_batches  # noqa: E402
 from m2po_megatron.data.trajectory import Trajectory  # noqa: E402
-from m2po_megatron.initialize import initialize  # noqa: E402
-from m2po_megatron.policy.forward import build_policy  # noqa: E402
-from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings  # noqa: E402
+from m2po_megatron.policy.settings import ParallelSettings  # noqa: E402
 from m2po_megatron.trainer import train_update  # noqa: E402
-from m2po_megatron.weights.hf_io import load_hf  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -60,72 +49,33 @@ LAYOUTS = {
 }
 
 
-def make_trajectories(count: int, mean_response: int, vocabulary: int) -> list[Trajectory]:
+def lognormal_trajectories(count: int, mean_response: int, vocabulary: int) -> list[Trajectory]:
     rng = np.random.default_rng(0)
-    trajectories = []
-    for i in range(count):
-        prompt = int(rng.integers(4, 9))
-        response = max(1, int(rng.lognormal(np.log(mean_response) - 0.5, 1.0)))  # sigma 1: the mean is exp(mu + 1/2)
-        length = prompt + min(response, 8 * mean_response)
-        sampled = np.arange(length) >= prompt
-        trajectories.append(
-            Trajectory(
-                id=f"t{i}",
-                group_id=f"g{i // 8}",
-                token_ids=rng.integers(0, vocabulary, length),
-                loss_mask=sampled,
-                behaviour_logprobs=np.where(sampled, -rng.exponential(2.0, length), 0.0).astype(np.float32),
-                versions=np.where(sampled, 0, -1),
-                reward=0.0,
-            )
-        )
-    return trajectories
+    responses = rng.lognormal(np.log(mean_response) - 0.5, 1.0, size=count)  # sigma 1: the mean is exp(mu + 1/2)
+    lengths = responses.astype(int).clip(1, 8 * mean_response).tolist()
+    return make_trajectories(rng.integers(4, 9, size=count).tolist(), lengths, vocabulary)
 
 
 def run_rank(rank: int, folder: str, name: str, arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
     layout = LAYOUTS[name]
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=layout.ranks,
-        timeout=datetime.timedelta(minutes=5),
-    )
     parallel = ParallelSettings(**layout.parallel)
-    world = initialize(parallel, seed=0)
-    policy = build_policy(
-        ModelSettings(hf_path=arguments.hf_path),
-        parallel,
-        OptimizerSettings(lr=1e-9, **layout.optimizer),
-        train_iters=1000,
-        device=world.device,
-        load_weights=lambda chunks, architecture: load_hf(chunks, architecture, arguments.hf_path),
-    )
-    trajectories = make_trajectories(arguments.trajectories, arguments.response_length, policy.architecture.vocab_size)
-    advantages = np.random.default_rng(1).normal(size=len(trajectories)).astype(np.float32)
+    world, policy = start_rank(rank, layout.ranks, folder, arguments.hf_path, parallel, layout.optimizer)
+    vocabulary = policy.architecture.vocab_size
+    trajectories = lognormal_trajectories(arguments.trajectories, arguments.response_length, vocabulary)
+    advantages = make_advantages(len(trajectories))
     rows = pack(trajectories, advantages, world.packing, max_tokens=arguments.max_tokens)
-    seconds = []
-    for _ in range(arguments.repeats + 2):
-        dist.barrier()
-        start = time.perf_counter()
-        train_update(policy, rows, LossSettings(), temperature=1.0, version=0)
-        slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        seconds.append(float(slowest))
-    if rank == 0:
-        result = {"ms": 1e3 * statistics.median(seconds[2:]), "micro_batches": len(rows)}
-        Path(folder, "result.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    seconds = [
+        slowest(lambda: train_update(policy, rows, LossSettings(), temperature=1.0, version=0))
+        for _ in range(arguments.repeats + 2)
+    ]
+    end_rank(folder, {"ms": 1e3 * statistics.median(seconds[2:]), "micro_batches": len(rows)})
 
 
 def measure_step_times(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     print(f"{'layout':<30}{'ms':>8}{'x one process':>15}{'micro-batches a rank':>22}")
     for name, layout in LAYOUTS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(run_rank, args=(folder, name, arguments), nprocs=layout.ranks)
-            found[name] = json.loads(Path(folder, "result.json").read_text())
+        found[name] = run_group(run_rank, layout.ranks, name, arguments)
         found[name]["ratio"] = found[name]["ms"] / found["one process"]["ms"]
         row = found[name]
         print(f"{name:<30}{row['ms']:>8.0f}{row['ratio']:>14.2f}x{row['micro_batches']:>22}", flush=True)
@@ -134,7 +84,8 @@ def measure_step_times(arguments: argparse.Namespace) -> dict[str, dict[str, flo
 
 def measure_packing(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Against what packing replaces: micro-batches of as many sequences in order, padded to the longest of each."""
-    lengths = [len(t.token_ids) for t in make_trajectories(arguments.trajectories, arguments.response_length, 32)]
+    trajectories = lognormal_trajectories(arguments.trajectories, arguments.response_length, vocabulary=32)
+    lengths = [len(trajectory.token_ids) for trajectory in trajectories]
     found: dict[str, dict[str, float]] = {}
     print(f"\n{'rows':<30}{'real tokens':>12}{'largest rank / mean':>21}{'micro-batches a rank':>22}")
     for ranks, context in ((1, 1), (8, 1), (4, 2)):

@@ -12,39 +12,28 @@ the medians.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
+from bench_ranks import end_rank, make_advantages, make_trajectories, run_group, slowest, start_rank
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
 
-from m2po_megatron import cpu
-
-cpu.install()
-
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from m2po_megatron.algo.losses import LossSettings  # noqa: E402
-from m2po_megatron.data.packing import MicroBatch, pack  # noqa: E402
-from m2po_megatron.data.trajectory import Trajectory  # noqa: E402
-from m2po_megatron.initialize import World, initialize  # noqa: E402
-from m2po_megatron.policy.attention import pack_sequences  # noqa: E402
-from m2po_megatron.policy.forward import Policy, build_policy  # noqa: E402
-from m2po_megatron.policy.model import output_weight  # noqa: E402
-from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings  # noqa: E402
-from m2po_megatron.trainer import train_update  # noqa: E402
-from m2po_megatron.weights.hf_io import load_hf  # noqa: E402
+from m2po_megatron.algo.losses import LossSettings
+from m2po_megatron.data.packing import MicroBatch, pack
+from m2po_megatron.initialize import World
+from m2po_megatron.policy.attention import pack_sequences
+from m2po_megatron.policy.forward import Policy
+from m2po_megatron.policy.model import output_weight
+from m2po_megatron.policy.settings import ParallelSettings
+from m2po_megatron.trainer import train_update
 
 LAYOUTS = {"tp2": 2, "dp2": 1}
 """Tensor-parallel size on two ranks."""
@@ -96,60 +85,20 @@ def bare_update(policy: Policy, micro_batches: Sequence[MicroBatch]) -> None:
 
 
 def make_batch(world: World, vocabulary: int, arguments: argparse.Namespace) -> list[MicroBatch]:
-    rng = np.random.default_rng(0)
-    trajectories = []
-    for i in range(arguments.trajectories):
-        length = arguments.prompt_length + int(rng.integers(1, 2 * arguments.response_length))
-        response = np.arange(length) >= arguments.prompt_length
-        trajectories.append(
-            Trajectory(
-                id=f"t{i}",
-                group_id=f"g{i // 8}",
-                token_ids=rng.integers(0, vocabulary, length),
-                loss_mask=response,
-                behaviour_logprobs=np.where(response, -rng.exponential(2.0, length), 0.0).astype(np.float32),
-                versions=np.where(response, 0, -1),
-                reward=0.0,
-            )
-        )
+    count = arguments.trajectories
+    responses = np.random.default_rng(0).integers(1, 2 * arguments.response_length, size=count).tolist()
     return pack(
-        trajectories,
-        rng.normal(size=len(trajectories)).astype(np.float32),
+        make_trajectories([arguments.prompt_length] * count, responses, vocabulary),
+        make_advantages(count),
         world.packing,
         micro_batch_size=arguments.micro_batch_size,
         device=world.device,
     )
 
 
-def slowest(function: Callable[[], object]) -> float:
-    """Seconds of the slowest rank."""
-    dist.barrier()
-    start = time.perf_counter()
-    function()
-    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return float(seconds)
-
-
 def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(minutes=5),
-    )
     parallel = ParallelSettings(tensor_model_parallel_size=LAYOUTS[arguments.layout])
-    world = initialize(parallel, seed=0)
-    policy = build_policy(
-        ModelSettings(hf_path=arguments.hf_path),
-        parallel,
-        OptimizerSettings(lr=1e-9),
-        train_iters=1000,
-        device=world.device,
-        load_weights=lambda chunks, architecture: load_hf(chunks, architecture, arguments.hf_path),
-    )
+    world, policy = start_rank(rank, 2, folder, arguments.hf_path, parallel, optimizer={})
     batch = make_batch(world, policy.architecture.vocab_size, arguments)
     settings = LossSettings()
     ours, bare = [], []
@@ -164,9 +113,7 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
         "bare_ms": 1e3 * statistics.median(bare[2:]),
         "ratio": statistics.median(ours[2:]) / statistics.median(bare[2:]),
     }
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    end_rank(folder, result)
 
 
 def main() -> int:
@@ -180,9 +127,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--output", type=Path, default=None, help="also write the result as JSON")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, args=(folder, arguments), nprocs=2)
-        result = json.loads(Path(folder, "result.json").read_text())
+    result = run_group(run_rank, 2, arguments)
     print(
         f"{result['layout']} on 2 gloo ranks, {os.cpu_count()} cores, torch {torch.__version__}: "
         f"{result['tokens']:,} tokens in {result['micro_batches']} micro-batches a rank\n"

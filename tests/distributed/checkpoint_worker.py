@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import random
@@ -17,6 +18,7 @@ import torch
 
 from m2po_megatron import cpu
 from m2po_megatron.data.trajectory import Trajectory
+from tests.distributed import workers
 from tests.distributed.workers import Layout, rows_of
 
 UPDATES_BEFORE = 2
@@ -28,8 +30,8 @@ LAYOUTS = {
     "tp2sp": Layout("tp2sp", tensor=2, sequence_parallel=True),
     "vpp2": Layout("vpp2", pipeline=2, virtual=2, micro_batch_size=4),
     "cp2": Layout("cp2", context=2),
-    "sharded": Layout("sharded"),
-    "bf16": Layout("bf16", tensor=2),
+    "sharded": Layout("sharded", distributed_optimizer=True),
+    "bf16": Layout("bf16", tensor=2, bf16=True),
     "moe": Layout("moe"),
     "moe-ep2": Layout("moe-ep2", expert=2),
     "moe-pp2": Layout("moe-pp2", pipeline=2, micro_batch_size=4),
@@ -51,43 +53,13 @@ class Data:
 
 
 def build(name: str, model_path: str, lr: float = 1e-3, train_iters: int = 8, fresh: bool = True) -> Any:
-    """(world, policy) in the layout; without `fresh` with Megatron's random weights, all of which must be replaced."""
     from megatron.core import parallel_state
 
-    from m2po_megatron.initialize import initialize
-    from m2po_megatron.policy.forward import build_policy
-    from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings
-    from m2po_megatron.weights.hf_io import load_hf
-
     parallel_state.destroy_model_parallel()
-    layout = LAYOUTS[name]
-    parallel = ParallelSettings(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        sequence_parallel=layout.sequence_parallel,
-        num_virtual_stages_per_pipeline_rank=layout.virtual,
-        context_parallel_size=layout.context,
-        expert_model_parallel_size=layout.expert,
-    )
-    world = initialize(parallel, seed=0 if fresh else 1)
     # A large epsilon: where a gradient is rounding alone, Adam would make a whole step of it, another one in each layout.
-    optimizer = OptimizerSettings(
-        lr=lr,
-        min_lr=lr / 10,
-        lr_decay_style="cosine",
-        lr_warmup_iters=1,
-        adam_eps=1e-4,
-        use_distributed_optimizer=name == "sharded",
-    )
-    policy = build_policy(
-        ModelSettings(hf_path=model_path, bf16=name == "bf16"),
-        parallel,
-        optimizer,
-        train_iters=train_iters,
-        device=world.device,
-        load_weights=lambda chunks, arch: load_hf(chunks, arch, model_path) if fresh else None,
-    )
-    return world, policy
+    optimizer = {"lr": lr, "min_lr": lr / 10, "lr_decay_style": "cosine", "lr_warmup_iters": 1, "adam_eps": 1e-4}
+    layout = dataclasses.replace(LAYOUTS[name], optimizer=optimizer)
+    return workers.build(layout, model_path, train_iters=train_iters, fresh=fresh)
 
 
 def update(name: str, world: Any, policy: Any, data: Data, number: int) -> dict[str, Any]:
@@ -176,7 +148,11 @@ def run_misfits(rank: int, data: Data, folder: str, others: dict[str, str], dama
             errors[name] = "no error"
         except ValueError as error:
             errors[name] = str(error)
-    return {"errors": errors, **other_flags(data, root / "one" / "iter_0000002"), "version 0": version_0(data, root / "zero")}
+    return {
+        "errors": errors,
+        **other_flags(data, root / "one" / "iter_0000002"),
+        "version 0": version_0(data, root / "zero"),
+    }
 
 
 def other_flags(data: Data, checkpoint: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ class Layout:
     distributed_optimizer: bool = False
     recompute: str | None = None
     bf16: bool = False
-    optimizer: dict[str, float] = field(default_factory=lambda: {"lr": 1e-9, "clip_grad": 0.0})
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-9, "clip_grad": 0.0})
     micro_batch_size: int | None = None
     max_tokens: int | None = None
     policy_loss: str = "m2po"
@@ -48,7 +49,8 @@ def run_updates(rank: int, layouts: list[Layout], model_path: str, reference_pat
         parallel_state.destroy_model_parallel()
 
 
-def build(layout: Layout, model_path: str):
+def build(layout: Layout, model_path: str, *, train_iters: int = 10, fresh: bool = True):
+    """(world, policy) in the layout; without `fresh` with Megatron's random weights, all of which must be replaced."""
     from m2po_megatron.initialize import initialize
     from m2po_megatron.policy.forward import build_policy
     from m2po_megatron.policy.settings import ModelSettings, OptimizerSettings, ParallelSettings
@@ -63,11 +65,7 @@ def build(layout: Layout, model_path: str):
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
     )
-    world = initialize(parallel, seed=0)
-
-    def load_weights(chunks, arch):
-        load_hf(chunks, arch, model_path)
-
+    world = initialize(parallel, seed=0 if fresh else 1)
     policy = build_policy(
         ModelSettings(
             hf_path=model_path,
@@ -84,9 +82,9 @@ def build(layout: Layout, model_path: str):
             overlap_grad_reduce=layout.overlap,
             use_distributed_optimizer=layout.distributed_optimizer,
         ),
-        train_iters=10,
+        train_iters=train_iters,
         device=world.device,
-        load_weights=load_weights,
+        load_weights=lambda chunks, arch: load_hf(chunks, arch, model_path) if fresh else None,
     )
     return world, policy
 
