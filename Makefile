@@ -14,7 +14,7 @@ TASK := examples/arithmetic
 export OMP_NUM_THREADS := 1
 TRAIN2 := $(BIN)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 pretrain_rl.py
 
-.PHONY: install demo demo-short smoke-dp2 test install-sglang test-sglang check format bench bench-mask bench-step bench-logprob clean
+.PHONY: install demo demo-short smoke-dp2 test install-sglang test-sglang check format bench bench-mask bench-step bench-layout bench-logprob clean
 
 install: $(STAMP)
 
@@ -64,7 +64,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-mask bench-step bench-logprob
+bench: bench-mask bench-step bench-layout bench-logprob
 
 # Timings, no tests: what they print depends on the machine.
 bench-mask: $(STAMP)
@@ -76,6 +76,9 @@ bench-logprob: $(STAMP)
 bench-step: $(STAMP)
 	$(BIN)/python tools/bench_step.py --layout tp2
 	$(BIN)/python tools/bench_step.py --layout dp2
+
+bench-layout: $(STAMP)
+	$(BIN)/python tools/bench_layout.py
 
 clean:
 	rm -rf $(VENV) $(SGLANG) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
