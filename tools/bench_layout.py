@@ -13,22 +13,18 @@ import argparse
 import json
 import statistics
 import sys
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_ranks import end_rank, make_advantages, make_trajectories, run_group, slowest, start_rank
 
-warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine)")  # megatron-core says so without them
-
-from bench_ranks import end_rank, make_advantages, make_trajectories, run_group, slowest, start_rank  # noqa: E402
-
-from m2po_megatron.algo.losses import LossSettings  # noqa: E402
-from m2po_megatron.data.packing import PackingLayout, pack, plan_micro_batches  # noqa: E402
-from m2po_megatron.data.trajectory import Trajectory  # noqa: E402
-from m2po_megatron.policy.settings import ParallelSettings  # noqa: E402
-from m2po_megatron.trainer import train_update  # noqa: E402
+from m2po_megatron.algo.losses import LossSettings
+from m2po_megatron.data.packing import PackingLayout, pack, plan_micro_batches
+from m2po_megatron.data.trajectory import Trajectory
+from m2po_megatron.policy.settings import ParallelSettings
+from m2po_megatron.trainer import train_update
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ def measure_packing(arguments: argparse.Namespace) -> dict[str, dict[str, float]
         held = sum(layout.row_tokens([lengths[i] for i in row]) for row in rows)
         name = f"packed, DP={ranks} CP={context}"
         found[name] = {"real": sum(lengths) / held, "balance": plan.balance, "micro_batches": len(plan.rows[0])}
-    at_once = max(1, len(lengths) // len(rows))
+    at_once = max(1, len(lengths) // (8 * int(found["packed, DP=8 CP=1"]["micro_batches"])))
     padded = [max(lengths[i : i + at_once]) * len(lengths[i : i + at_once]) for i in range(0, len(lengths), at_once)]
     by_rank = [sum(padded[rank::8]) for rank in range(8)]
     found["padded, in order, DP=8"] = {

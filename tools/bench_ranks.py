@@ -6,6 +6,7 @@ import datetime
 import json
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ import torch.multiprocessing as mp
 
 from m2po_megatron import cpu
 
+warnings.simplefilter(
+    "ignore"
+)  # of megatron-core, about packages that are absent here and CUDA; the figures are what counts
 cpu.install()
 
 import torch.distributed as dist  # noqa: E402

@@ -7,6 +7,7 @@ go to others under the same ids. An engine that this job started is also killed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable
 from pathlib import Path
@@ -23,6 +24,8 @@ FAILURES_BEFORE_FENCE = 3
 """Failed requests in a row after which an engine is fenced although it still answers control calls."""
 PROBE_TIMEOUT_S = 10.0
 """What a suspected engine has to answer whether it is alive."""
+EXIT_NOTICE_S = 1.0
+"""From a dying engine's first broken connection to when its end is known; then the exit code is the reason given."""
 PROCESS_STOP_TIMEOUT_S = 5.0
 """What an embedded engine has to end after SIGTERM before it is killed."""
 
@@ -160,13 +163,21 @@ class EnginePool:
         engine.failures_in_a_row += 1
         logger.warning("engine %s failed a request: %s", engine.name, error)
         if engine.failures_in_a_row >= FAILURES_BEFORE_FENCE:
-            self.fence(engine, f"{engine.failures_in_a_row} requests failed in a row, the last: {error}")
+            await self._fence_for(engine, f"{engine.failures_in_a_row} requests failed in a row, the last: {error}")
             return
         try:
             # /model_info answers also while generation is paused.
             await asyncio.wait_for(engine.client.model_info(), PROBE_TIMEOUT_S)
         except (EngineError, TimeoutError) as silence:
-            self.fence(engine, f"{error}; and then did not answer /model_info ({silence or 'timeout'})")
+            await self._fence_for(engine, f"{error}; and then did not answer /model_info ({silence or 'timeout'})")
+
+    async def _fence_for(self, engine: Engine, symptom: str) -> None:
+        """Fence for what a request met, or for its cause: a process that dies breaks its connections before its end shows."""
+        if engine.process is not None:
+            with contextlib.suppress(TimeoutError):
+                code = await asyncio.wait_for(engine.process.wait(), EXIT_NOTICE_S)
+                symptom = f"its process {engine.process.pid} ended with exit code {code}"
+        self.fence(engine, symptom)
 
     async def load(self, path: str, version: int) -> None:
         """Have every living engine load the HF directory `path` as `version`; one that fails is fenced. Bounded."""
@@ -181,13 +192,11 @@ class EnginePool:
             await self._bounded(client.flush_cache())
             await self._bounded(client.update_weights_from_disk(path, label))
             info = await self._bounded(client.model_info())
-            if info.weight_version != label:
-                raise EngineError(
-                    engine.url, "model_info", f"says version {info.weight_version!r} after loading {label!r}"
-                )
-        except (EngineError, TimeoutError) as error:
             # Fenced before it may continue: it must never serve weights that are not known.
-            self.fence(engine, f"did not load version {version}: {error or 'timeout'}")
+            if info.weight_version != label:
+                self.fence(engine, f"model_info says version {info.weight_version!r} after loading {label!r}")
+        except (EngineError, TimeoutError) as error:
+            await self._fence_for(engine, f"did not load version {version}: {error or 'timeout'}")
         try:
             await self._bounded(client.continue_generation())
         except (EngineError, TimeoutError) as error:

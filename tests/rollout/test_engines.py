@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from m2po_megatron.rollout import engines
 from m2po_megatron.rollout.changes import Changes
 from m2po_megatron.rollout.client import GenerateRequest
 from m2po_megatron.rollout.engines import EnginePool
@@ -178,6 +179,34 @@ def test_a_process_that_ends_is_noticed() -> None:
         pool = EnginePool([engine], 0, changes)
         assert await changes.wait_until(lambda: not engine.alive, 15)
         assert "ended with exit code 7" in str(engine.fenced_because)
+        await pool.close()
+
+    run_bounded(test)
+
+
+@pytest.mark.parametrize("call", ["generate", "pause_generation"])
+def test_a_connection_that_breaks_because_the_process_ends_is_put_down_to_its_end(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "EXIT_NOTICE_S", 10.0)  # no machine is too busy
+
+    async def test() -> None:
+        engine, client = fake_engine()
+        waits = "import os, sys; sys.stdin.read(); os._exit(7)"
+        engine.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", waits, stdin=asyncio.subprocess.PIPE
+        )
+        pool = EnginePool([engine], 0, Changes())
+        client.failing = {call, "model_info"}
+        acting = asyncio.ensure_future(
+            pool.load("/weights", 5) if call == "pause_generation" else pool.generate(request("r0"))
+        )
+        await until(lambda: call in client.calls or client.rids == ["r0"])  # broken, and only then the process ends
+        engine.process.stdin.close()  # type: ignore[union-attr]
+        await asyncio.wait({acting})
+        assert f"its process {engine.process.pid} ended with exit code 7" == engine.fenced_because
+        if call == "generate":
+            assert "exit code 7" in str(acting.exception())
         await pool.close()
 
     run_bounded(test)
