@@ -19,8 +19,6 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from multiprocessing import get_context
-from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from m2po_megatron.checkpoint_files import (
     RunPosition,
+    WriteResults,
     begin_directory,
     checkpoint_name,
     complete_directory,
@@ -99,7 +98,7 @@ class CheckpointWriter:
             self._fail(position, str(error))
             return
         state, _ = policy_state(policy, is_loading=False)
-        _start_results_queue()
+        filesystem_async._results_queue = WriteResults()  # a new one: nothing of a killed writer's may be taken for this one's
         request = dist_checkpointing.save(
             {**state, **random_state(policy)}, str(aside), async_sharded_save=True, **_OWN_WRITER
         )
@@ -183,15 +182,6 @@ def _end_with_a_failed_child(*_: Any) -> None:
             ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None and ended.si_status != 0:
                 os._exit(1)
-
-
-def _start_results_queue() -> None:
-    """Megatron's writers report through a process of its own making, which would outlive a killed rank and die of a
-    signal to the job; this is the same one, made to do neither."""
-    if filesystem_async._results_queue is None:
-        manager = SyncManager(ctx=get_context("spawn"))
-        manager.start(initializer=leave_signals_to_parent)
-        filesystem_async._results_queue = manager.Queue()
 
 
 def load_checkpoint(policy: Policy, checkpoint: Path) -> RunPosition:

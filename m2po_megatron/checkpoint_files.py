@@ -5,7 +5,7 @@
     SAVE/iter_0000160.*.tmp/      one that is being written, or whose writing was killed
 
 Every step leaves a directory that can be resumed from: names change by a rename alone, and what is removed is renamed first.
-All functions are for global rank 0, except `latest_checkpoint` and `read_position`.
+All functions are for global rank 0, except `latest_checkpoint` and `read_position`; every rank has its `WriteResults`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
+import queue
 import re
 import shutil
+import struct
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from m2po_megatron.weights.publish import replace_text
 
 _REPLACED = ".replaced.tmp"
+_LENGTH = struct.Struct("<q")
 
 
 @dataclass
@@ -129,3 +135,39 @@ def read_position(checkpoint: Path) -> RunPosition:
         return RunPosition(**json.loads((checkpoint / "run.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"--load: {checkpoint}/run.json cannot be read: {error}") from error
+
+
+class WriteResults:
+    """What Megatron's forked writer hands to its rank: the last thing that was put, through an open file without a name.
+
+    Megatron's own is a queue in a process that imports the whole program once more (six seconds of a first save), outlives a
+    killed rank and dies of a signal to the job. A pipe would fill up: nobody reads before the writer has ended.
+    """
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):  # Linux: a full disk elsewhere than in --save is no matter of ours
+            self._file = os.fdopen(os.memfd_create("write results"), "w+b", buffering=0)
+        else:
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as this object
+
+    def put(self, results: object) -> None:
+        """Called in the writer. It takes effect at once or, if the process is killed meanwhile, not at all."""
+        content = pickle.dumps(results)
+        number = self._file.fileno()
+        os.ftruncate(number, 0)
+        written = 0
+        while written < len(content):  # Linux writes 2 GiB at most in one call
+            written += os.pwrite(number, content[written:], _LENGTH.size + written)
+        os.pwrite(number, _LENGTH.pack(len(content)), 0)
+
+    def get_nowait(self) -> Any:
+        """Called in the rank; what was put, once. Raises queue.Empty if the writer came to no result."""
+        number = self._file.fileno()
+        (length,) = _LENGTH.unpack(os.pread(number, _LENGTH.size, 0).ljust(_LENGTH.size, b"\0"))
+        if not length:
+            raise queue.Empty
+        content = bytearray()
+        while len(content) < length:
+            content += os.pread(number, length - len(content), _LENGTH.size + len(content))
+        os.ftruncate(number, 0)
+        return pickle.loads(bytes(content))

@@ -19,6 +19,7 @@ import torch
 from m2po_megatron import cpu
 from m2po_megatron.data.trajectory import Trajectory
 from tests.distributed import workers
+from tests.distributed.harness import leave_layout
 from tests.distributed.workers import Layout, rows_of
 
 UPDATES_BEFORE = 2
@@ -53,9 +54,8 @@ class Data:
 
 
 def build(name: str, model_path: str, lr: float = 1e-3, train_iters: int = 8, fresh: bool = True) -> Any:
-    from megatron.core import parallel_state
 
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     # A large epsilon: where a gradient is rounding alone, Adam would make a whole step of it, another one in each layout.
     optimizer = {"lr": lr, "min_lr": lr / 10, "lr_decay_style": "cosine", "lr_warmup_iters": 1, "adam_eps": 1e-4}
     layout = dataclasses.replace(LAYOUTS[name], optimizer=optimizer)

@@ -17,6 +17,21 @@ from typing import Any
 import torch
 
 
+def leave_layout() -> None:
+    """Give up a layout's process groups, so that another can be built in the same ranks. All ranks together.
+
+    Megatron's own function forgets the groups but leaves their threads and sockets: hundreds after a few layouts.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.barrier()  # nobody is in one of them any more
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 280.0) -> list[Any]:
     """`function(rank, *args)` on every rank with torch.distributed initialised; the ranks' results, in order.
 

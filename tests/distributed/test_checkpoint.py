@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import queue
 import shutil
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 
 from m2po_megatron.checkpoint_files import (
     RunPosition,
+    WriteResults,
     begin_directory,
     complete_directory,
     latest_checkpoint,
@@ -381,3 +385,36 @@ def test_a_save_killed_between_any_two_steps_leaves_what_can_be_resumed(
         # the old one had been taken away, and `latest` did not need it
         names(tmp_path) == ["iter_0000002", "iter_0000006", "latest"] and named == 2
     )
+
+
+def test_what_a_writer_came_to_reaches_its_rank_once_and_whole() -> None:
+    results = WriteResults()
+    with pytest.raises(queue.Empty):
+        results.get_nowait()
+    for number in (300_000, 2):  # more than a pipe holds; then less, over what was there
+        came_to = {i: f"file {i}" for i in range(number)}
+        writer = get_context("fork").Process(target=results.put, args=(came_to,))
+        writer.start()
+        writer.join(60)
+        assert writer.exitcode == 0
+        assert results.get_nowait() == came_to
+        with pytest.raises(queue.Empty):
+            results.get_nowait()
+
+
+def test_a_writer_killed_before_its_last_word_has_said_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = WriteResults()
+    write, calls = os.pwrite, []
+
+    def until_killed(file: int, content: bytes, offset: int) -> int:
+        calls.append(offset)
+        if offset == 0:  # the last step, which makes it count
+            raise KeyboardInterrupt
+        return write(file, content, offset)
+
+    monkeypatch.setattr(os, "pwrite", until_killed)
+    with pytest.raises(KeyboardInterrupt):
+        results.put({0: "file 0"})
+    assert calls[-1] == 0 and len(calls) > 1
+    with pytest.raises(queue.Empty):
+        results.get_nowait()

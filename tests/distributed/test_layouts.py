@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from m2po_megatron import cpu
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import leave_layout, run_ranks
 from tests.distributed.reference_policy import ReferenceUpdate, reference_update
 from tests.distributed.test_update import LAYERS, check, updates
 from tests.distributed.workers import Layout, build, rows_of
@@ -55,7 +55,6 @@ def test_four_ranks_equal_the_reference(reference, tmp_path) -> None:
 def stepped(rank: int, layouts: list[Layout], model_path: str, reference_path: str) -> dict[str, dict]:
     """After one update in each layout: what every Hugging Face tensor moved by, and the gradient's norm before clipping."""
     cpu.install()
-    from megatron.core import parallel_state
 
     from m2po_megatron.algo.losses import LossSettings
     from m2po_megatron.trainer import train_update
@@ -71,7 +70,7 @@ def stepped(rank: int, layouts: list[Layout], model_path: str, reference_path: s
         after = dict(export_hf(policy.chunks, policy.architecture))
         moved = {name: after[name].float() - before[name].float() for name in before}
         found[layout.name] = {"moved": moved, "grad_norm": report.metrics["grad_norm"]}
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 
 from m2po_megatron import cpu
 from m2po_megatron.data.packing import PackingLayout, pack, zigzag_rows
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import leave_layout, run_ranks
 from tests.distributed.reference_policy import ReferenceUpdate, reference_update
 from tests.distributed.test_update import check, compare_logprobs, updates
 from tests.distributed.workers import Layout, build, one_update, rows_of
@@ -163,7 +163,6 @@ def test_the_auxiliary_loss_is_the_mean_over_the_mini_batchs_tokens(
 
 def two_updates(rank: int, path: str, reference_path: str) -> list[float]:
     cpu.install()
-    from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     from m2po_megatron.algo.losses import LossSettings
@@ -172,7 +171,7 @@ def two_updates(rank: int, path: str, reference_path: str) -> list[float]:
     reference = torch.load(reference_path, weights_only=False)
     layout = Layout("split", expert=2, aux_loss=COEFFICIENT, micro_batch_size=4)
     one_update(layout, path, reference)
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     world, policy = build(layout, path)
     rows = rows_of(layout, world, reference.trajectories, reference.advantages)
     found = []

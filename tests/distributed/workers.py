@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from m2po_megatron import cpu
+from tests.distributed.harness import leave_layout
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,11 @@ class Layout:
 def run_updates(rank: int, layouts: list[Layout], model_path: str, reference_path: str, out_dir: str) -> None:
     """For every layout: build the policy, take the reference's update, save gradients and mask bits by token."""
     cpu.install()
-    import torch.distributed as dist
-    from megatron.core import parallel_state
 
     for layout in layouts:
         result = one_update(layout, model_path, torch.load(reference_path, weights_only=False))
         torch.save(result, Path(out_dir) / f"{layout.name}.{rank}.pt")
-        dist.barrier()
-        parallel_state.destroy_model_parallel()
+        leave_layout()
 
 
 def build(layout: Layout, model_path: str, *, train_iters: int = 10, fresh: bool = True):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from m2po_megatron import cpu
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import leave_layout, run_ranks
 from tests.tiny_models import make_tiny_model
 
 LENGTHS = [9, 1, 23, 4, 17, 2]
@@ -92,7 +92,6 @@ def gradients(policy: Any) -> tuple[int, dict[str, torch.Tensor]]:
 def on_one_rank(rank: int, paths: dict[str, str]) -> dict[str, Any]:
     """Everything the tests of this file compare, from one process."""
     cpu.install()
-    from megatron.core import parallel_state
 
     out: dict[str, Any] = {"logits": {}, "gradients": {}}
     for name, path in paths.items():
@@ -101,15 +100,15 @@ def on_one_rank(rank: int, paths: dict[str, str]) -> dict[str, Any]:
             out["logits"][name] = logits_of(policy, token_ids(0), LENGTHS)
             if name == "llama":
                 out["neighbours"] = neighbours(policy)
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     for granularity in (None, *RECOMPUTE):
         out["gradients"][granularity] = gradients(build(paths["llama"], recompute_granularity=granularity))
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     policy = build(paths["llama"], bf16=True)
     out["dtypes"] = {p.dtype for p in policy.gpt.parameters()}, {p.main_grad.dtype for p in policy.gpt.parameters()}
     with torch.no_grad():
         out["bf16"] = logits_of(policy, token_ids(0), LENGTHS)
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     return out
 
 

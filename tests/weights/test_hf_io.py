@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from m2po_megatron import cpu
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import leave_layout, run_ranks
 from tests.tiny_models import make_tiny_model
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -88,7 +88,6 @@ def build(
 def round_trips(rank: int, paths: dict[str, str], cases: list[tuple[str, str]], out: str) -> dict[str, Tensors]:
     """What every rank exports in each (layout, model), and a directory written from each."""
     cpu.install()
-    from megatron.core import parallel_state
 
     from m2po_megatron.weights.hf_io import export_hf, save_hf
 
@@ -97,20 +96,19 @@ def round_trips(rank: int, paths: dict[str, str], cases: list[tuple[str, str]], 
         chunks, arch = build(paths[name], **LAYOUTS[layout])
         found[f"{layout}/{name}"] = {key: tensor.clone() for key, tensor in export_hf(chunks, arch)}
         save_hf(chunks, arch, paths[name], Path(out) / layout / name)
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     return found
 
 
 def alone(rank: int, paths: dict[str, str], out: str, broken: dict[str, str], bf16: str) -> dict[str, Any]:
     """One rank's part: the round trip, the bfloat16 source, and what each broken directory is answered with."""
-    from megatron.core import parallel_state
 
     from m2po_megatron.weights.hf_io import export_hf, load_hf
 
     found: dict[str, Any] = {"exported": round_trips(rank, paths, ONE_RANK, out), "errors": {}, "bf16": {}}
     models = {}
     for name in ("qwen2", "llama tied"):
-        parallel_state.destroy_model_parallel()
+        leave_layout()
         models[name] = build(paths[name])
     for name, path in broken.items():
         try:
@@ -119,10 +117,10 @@ def alone(rank: int, paths: dict[str, str], out: str, broken: dict[str, str], bf
         except ValueError as error:
             found["errors"][name] = str(error)
     same(dict(export_hf(*models["qwen2"])), source(paths["qwen2"]))  # what was refused has changed nothing
-    parallel_state.destroy_model_parallel()
+    leave_layout()
     for trained in (False, True):
         found["bf16"][trained] = dict(export_hf(*build(bf16, bf16=trained)))
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     return found
 
 
