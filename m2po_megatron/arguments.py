@@ -89,7 +89,9 @@ def _value_type(hint: Any) -> tuple[Any, bool]:
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="pretrain_rl.py", description="M2PO on megatron-core", allow_abbrev=False)
     parser.add_argument("--config", help="YAML file of the same names; the command line wins")
-    groups = {name: parser.add_argument_group(name, (cls.__doc__ or "").split("\n")[0]) for name, cls in _GROUPS.items()}
+    groups = {
+        name: parser.add_argument_group(name, (cls.__doc__ or "").split("\n")[0]) for name, cls in _GROUPS.items()
+    }
     for group, entry, hint in _fields():
         kind, is_list = _value_type(hint)
         text = entry.metadata.get("help", "").replace("%", "%%")
@@ -192,10 +194,12 @@ def _scalar(value: Any, kind: Any) -> Any:
 
 _AT_LEAST_ONE = (
     *("train_iters", "global_batch_size", "micro_batch_size", "max_tokens_per_micro_batch", "eval_samples_per_prompt"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by", "lr_decay_iters"),
+    *(entry.name for entry in dataclasses.fields(ParallelSettings) if entry.name.split("_")[-1] in ("size", "rank")),
+    *("make_vocab_size_divisible_by", "recompute_num_layers", "lr_decay_iters"),
     *("distributed_timeout_minutes", "engine_floor_samples", "logprob_chunk_tokens"),
 )
 _BELOW = {"adam_beta1": 1.0, "adam_beta2": 1.0, "seed": 2**32}
+_BELOW |= {"make_vocab_size_divisible_by": 2**20, "distributed_timeout_minutes": 10**6}  # beyond are slips of the hand
 
 
 def check_settings(settings: Settings) -> None:
@@ -237,6 +241,9 @@ def _check_contradictions(settings: Settings) -> None:
         raise ValueError("--group-size 1: an advantage compares the samples of a group, so it needs at least 2")
     if settings.model.logits_dtype == "bf16" and not settings.model.bf16:
         raise ValueError("--logits-dtype bf16: needs --bf16; a float32 model's logits are float32")
+    for name in ("recompute_method", "recompute_num_layers"):
+        if getattr(settings.model, name) is not None and settings.model.recompute_granularity != "full":
+            raise ValueError(f"{flag(name)}: needs --recompute-granularity full")
     if optimizer.min_lr > optimizer.lr:
         raise ValueError(f"--min-lr {optimizer.min_lr}: is above --lr {optimizer.lr}")
     if optimizer.lr_decay_iters is not None and optimizer.lr_decay_iters <= optimizer.lr_warmup_iters:
@@ -276,7 +283,9 @@ def _check_token_budget(settings: Settings) -> None:
 def _check_paths(settings: Settings) -> None:
     run = settings.run
     if not (Path(settings.model.hf_path) / "config.json").is_file():
-        raise ValueError(f"--hf-path {settings.model.hf_path}: no config.json there; give a Hugging Face model directory")
+        raise ValueError(
+            f"--hf-path {settings.model.hf_path}: no config.json there; give a Hugging Face model directory"
+        )
     for name, path in {"prompt_data": settings.rollout.prompt_data, "eval_data": run.eval_data}.items():
         if path and not Path(path).is_file():
             raise ValueError(f"{flag(name)} {path}: there is no such file")

@@ -203,8 +203,9 @@ def load_checkpoint(policy: Policy, checkpoint: Path) -> RunPosition:
     except CheckpointException as error:  # what any rank met
         first = next(iter(error.failures.values()), (error, None))[0]
         raise ValueError(f"--load: {checkpoint} is not a whole checkpoint: {first}") from error
-    except (CheckpointingException, OSError, RuntimeError, KeyError, AttributeError, *_TRUNCATED) as error:
-        # AttributeError: megatron-core 0.16 stumbles over its own words where common.pt is missing.
+    except (CheckpointingException, OSError, RuntimeError, KeyError, AttributeError, TypeError, *_TRUNCATED) as error:
+        # AttributeError: megatron-core 0.16 stumbles over its own words where common.pt is missing; TypeError: so does it where
+        # metadata.json is of another kind.
         raise ValueError(f"--load: {checkpoint} is not a whole checkpoint: {error}") from error
     unused = sorted(str(key) for key in missing if not str(key).startswith(RNG_KEY))
     if unused or unexpected:
@@ -249,6 +250,6 @@ def _check_fits(policy: Policy, checkpoint: Path, saved: dict[str, Any]) -> None
         if was != value:
             raise ValueError(f"--load: {checkpoint} is of a model with {name} {was}, but at --hf-path it is {value}")
     layout, now = saved.get("optimizer_layout", {}), optimizer_layout(policy)
-    if layout and layout != now:
+    if {**now, **layout} != now:
         was, given = (", ".join(f"{flag} {value}" for flag, value in d.items()) for d in (layout, now))
         raise ValueError(f"--load: {checkpoint} was saved under {was}; its optimizer cannot be loaded under {given}")

@@ -21,7 +21,7 @@ import shutil
 import struct
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,16 @@ _LENGTH = struct.Struct("<q")
 
 @dataclass
 class RunPosition:
-    """Where a run stands: updates done, batches consumed, and which life of the run this is."""
+    """Where a run stands: updates done, batches consumed, and which life of the run this is.
+
+    batch_sizes: flag by flag, what the place in the data is counted in; a run with others would train groups twice or never.
+    """
 
     version: int = 0
     consumed_batches: int = 0
     incarnation: int = 0
     hf_path: str = ""
+    batch_sizes: dict[str, int] = field(default_factory=dict)
 
 
 def checkpoint_name(version: int) -> str:
@@ -96,12 +100,19 @@ def _remove_older(root: Path, newest: int, keep_last: int, in_use: Path | None) 
 
 def _undo_replacement(root: Path) -> None:
     """A save killed between its two renames has taken away what `latest` names; the whole old one lies beside it."""
+    name = _pointed_to(root)
+    if name is not None and not (root / name).exists():
+        with contextlib.suppress(FileNotFoundError):  # there is none, or another rank was faster
+            os.replace(root / (name + _REPLACED), root / name)
+
+
+def _pointed_to(root: Path) -> str | None:
+    """What `latest` says, or None where there is no such file or it says no name."""
     pointer = root / "latest"
-    if pointer.is_file():
-        named = root / pointer.read_text().strip()
-        if not named.exists():
-            with contextlib.suppress(FileNotFoundError):  # there is none, or another rank was faster
-                os.replace(root / (named.name + _REPLACED), named)
+    if not pointer.is_file():
+        return None
+    name = pointer.read_bytes().decode(errors="replace").strip()
+    return name if re.fullmatch(r"[\w.-]+", name) and name.strip(".") else None
 
 
 def latest_checkpoint(load: str | Path) -> Path | None:
@@ -115,10 +126,14 @@ def latest_checkpoint(load: str | Path) -> Path | None:
     pointer = root / "latest"
     _undo_replacement(root)
     if pointer.is_file():
-        path = root / pointer.read_text().strip()
-        if not is_whole(path):
-            raise ValueError(f"--load {load}: latest names {path.name}, which is not a complete checkpoint there")
-        return path
+        name = _pointed_to(root)
+        if name is None:
+            raise ValueError(
+                f"--load {load}: what its file latest holds is no name of a checkpoint: write that into it"
+            )
+        if not is_whole(root / name):
+            raise ValueError(f"--load {load}: latest names {name}, which is not a complete checkpoint there")
+        return root / name
     if (root / "run.json").is_file():
         raise ValueError(f"--load {load}: is one checkpoint; give the directory that holds it and the file latest")
     whole = sorted(p.name for p in root.glob("iter_*") if is_whole(p))
@@ -130,11 +145,29 @@ def latest_checkpoint(load: str | Path) -> Path | None:
 
 
 def read_position(checkpoint: Path) -> RunPosition:
-    """What run.json says. Raises ValueError if it cannot be read."""
+    """What run.json says. Raises ValueError if it cannot be read, or says what cannot be."""
     try:
-        return RunPosition(**json.loads((checkpoint / "run.json").read_text()))
+        position = RunPosition(**json.loads((checkpoint / "run.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"--load: {checkpoint}/run.json cannot be read: {error}") from error
+    for name in ("version", "consumed_batches", "incarnation"):
+        value = getattr(position, name)
+        if type(value) is not int or value < 0:
+            raise ValueError(f"--load: {checkpoint}/run.json: {name} is {value!r}, not a number of 0 or more")
+    if not isinstance(position.batch_sizes, dict):
+        raise ValueError(
+            f"--load: {checkpoint}/run.json: batch_sizes is {position.batch_sizes!r}, not numbers by flags"
+        )
+    return position
+
+
+def check_batch_sizes(checkpoint: Path, now: dict[str, int]) -> None:
+    """Raises ValueError, naming the flags, where the run that wrote it counted its batches in other sizes."""
+    was = read_position(checkpoint).batch_sizes
+    other = {flag: value for flag, value in was.items() if now.get(flag, value) != value}
+    if other:
+        told = ", ".join(f"{flag} {value} (now {now[flag]})" for flag, value in other.items())
+        raise ValueError(f"--load: {checkpoint} counts its place in the prompts with {told}: resume with the same")
 
 
 class WriteResults:

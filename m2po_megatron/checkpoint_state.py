@@ -85,10 +85,11 @@ def is_distributed(policy: Policy) -> bool:
 
 def optimizer_layout(policy: Policy) -> dict[str, Any]:
     """What the optimizer's part is bound to: nothing but its kind, or all but DP where it is distributed."""
+    kind = {"--bf16": policy.gpt.config.bf16, "--use-distributed-optimizer": is_distributed(policy)}
     if not is_distributed(policy):
-        return {"--use-distributed-optimizer": False}
+        return kind
     return {
-        "--use-distributed-optimizer": True,
+        **kind,
         "--tensor-model-parallel-size": parallel_state.get_tensor_model_parallel_world_size(),
         "--pipeline-model-parallel-size": parallel_state.get_pipeline_model_parallel_world_size(),
         "--num-virtual-stages-per-pipeline-rank": len(policy.chunks),

@@ -14,6 +14,7 @@ _NOISE = (
     (UserWarning, r".*(Apex|Transformer Engine).*"),
     (UserWarning, r"full scope is deprecated.*"),
     (UserWarning, r"When using async grad allreduce.*"),
+    (FutureWarning, r"`load_state_dict` is deprecated.*"),
     (FutureWarning, r"`torch\.distributed\.\w+` is deprecated.*"),
 )
 

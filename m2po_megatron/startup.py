@@ -18,7 +18,7 @@ import torch.distributed as dist
 from m2po_megatron import optional_packages
 from m2po_megatron.arguments import Settings
 from m2po_megatron.checkpoint import CheckpointWriter, load_checkpoint
-from m2po_megatron.checkpoint_files import RunPosition, latest_checkpoint
+from m2po_megatron.checkpoint_files import RunPosition, check_batch_sizes, latest_checkpoint
 from m2po_megatron.data.prompts import read_prompts
 from m2po_megatron.initialize import World
 from m2po_megatron.kernels.backends import backend_name
@@ -78,7 +78,7 @@ def start_policy(settings: Settings, world: World) -> tuple[Policy, RunPosition,
             load_weights=lambda chunks, arch: None if checkpoint else load_hf(chunks, arch, settings.model.hf_path),
         ),
     )
-    position = RunPosition(hf_path=settings.model.hf_path)
+    position = RunPosition(hf_path=settings.model.hf_path, batch_sizes=batch_sizes(settings))
     if checkpoint is not None:
         position = together(world, lambda: load_checkpoint(policy, checkpoint))
     position.incarnation = together(world, lambda: _next_incarnation(world, run.directory, position.incarnation))
@@ -89,7 +89,11 @@ def start_policy(settings: Settings, world: World) -> tuple[Policy, RunPosition,
 def check_directories(settings: Settings) -> None:
     """What is written after hours must be known to be writable now."""
     run = settings.run
-    for flag, path in {"--run-dir": run.directory, "--save": run.save, "--tensorboard-dir": run.tensorboard_dir}.items():
+    for flag, path in {
+        "--run-dir": run.directory,
+        "--save": run.save,
+        "--tensorboard-dir": run.tensorboard_dir,
+    }.items():
         try:
             if path:
                 Path(path).mkdir(parents=True, exist_ok=True)
@@ -108,7 +112,18 @@ def find_checkpoint(settings: Settings) -> Path | None:
     checkpoint = latest_checkpoint(run.load)
     if checkpoint is None and not (run.save and Path(run.save).resolve() == Path(run.load).resolve()):
         raise ValueError(f"--load {run.load}: there is no checkpoint (it may be missing only where --save is the same)")
+    if checkpoint is not None:
+        check_batch_sizes(checkpoint, batch_sizes(settings))
     return checkpoint
+
+
+def batch_sizes(settings: Settings) -> dict[str, int]:
+    rollout = settings.rollout
+    return {
+        "--group-size": rollout.group_size,
+        "--rollout-batch-size": rollout.rollout_batch_size,
+        "--global-batch-size": settings.batch.global_batch_size,
+    }
 
 
 def check_prompts(settings: Settings) -> None:
@@ -220,5 +235,7 @@ def _layout(parallel: ParallelSettings, world: World) -> str:
 def _logprob_kernel(settings: Settings, world: World) -> str:
     """Which kernel makes log-probs here, from which logits."""
     model = settings.model
-    logits = torch.empty(0, dtype=torch.float32 if model.logits_dtype == "fp32" else torch.bfloat16, device=world.device)
+    logits = torch.empty(
+        0, dtype=torch.float32 if model.logits_dtype == "fp32" else torch.bfloat16, device=world.device
+    )
     return f"{backend_name(logits)} kernel, {model.logits_dtype} logits, mode {model.logprob_mode}"

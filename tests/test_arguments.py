@@ -112,6 +112,19 @@ def test_a_value_of_the_wrong_type_names_the_flag(files: Path, flags: list[str],
     assert named in refused(files, *flags)
 
 
+SIZES = ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel", "expert-model-parallel")
+SIZES += ("expert-tensor-parallel",)
+
+
+@pytest.mark.parametrize("flags", [["--recompute-method", "block"], ["--recompute-num-layers", "1"]])
+@pytest.mark.parametrize("granularity", [[], ["--recompute-granularity", "selective"]])
+def test_what_only_full_recomputation_takes_is_refused_without_it(
+    files: Path, flags: list[str], granularity: list[str]
+) -> None:
+    assert refused(files, *flags, *granularity) == f"{flags[0]}: needs --recompute-granularity full"
+    parse(files, *flags, "--recompute-granularity", "full")
+
+
 def numeric_flags(kind: type) -> list[str]:
     return [
         a.option_strings[0] for group in build_parser()._action_groups for a in group._group_actions if a.type is kind
@@ -143,12 +156,16 @@ def test_no_number_may_be_nan_or_infinite(files: Path) -> None:
         *([name, "0"] for name in ("--pipeline-model-parallel-size", "--make-vocab-size-divisible-by", "--lr-decay-iters")),
         *([name, "0"] for name in ("--distributed-timeout-minutes", "--temperature", "--adam-eps", "--publish-interval")),
         *([name, "0"] for name in ("--eval-samples-per-prompt", "--engine-floor-samples", "--max-response-length")),
-        *([name, "0"] for name in ("--logprob-chunk-tokens",)),
+        *([name, "0"] for name in ("--logprob-chunk-tokens", "--num-virtual-stages-per-pipeline-rank")),
+        *([f"--{name}-size", "0", "--max-tokens-per-micro-batch", "64"] for name in SIZES),
+        ["--recompute-num-layers", "0", "--recompute-granularity", "full"],
+        ["--make-vocab-size-divisible-by", "1000000000000"],
+        ["--distributed-timeout-minutes", "999999999999"],
         *([name, "1"] for name in ("--adam-beta1", "--adam-beta2")),
         ["--seed", str(2**32)],
         ["--seed", "1" + "0" * 400],
     ],
-    ids=lambda flags: flags[0] + (" huge" if len(flags[1]) > 20 else ""),
+    ids=lambda flags: flags[0] + (" huge" if len(flags[1]) > 10 else "") + (" budget" if len(flags) > 2 else ""),
 )
 def test_what_is_out_of_range_names_the_flag(files: Path, flags: list[str]) -> None:
     assert flags[0] in refused(files, *flags)

@@ -21,6 +21,7 @@ ours.info("our info"); ours.warning("our warning"); ours.debug("our debug")
 theirs.info("their info"); theirs.warning("their warning")
 warnings.warn("Transformer Engine and Apex are not installed. Falling back to Torch optimizers.", UserWarning)
 warnings.warn("`torch.distributed._all_gather_base` is deprecated.", FutureWarning)
+warnings.warn("`load_state_dict` is deprecated and will be removed in future versions.", FutureWarning)
 warnings.warn("something that matters", UserWarning)
 """
 

@@ -43,9 +43,10 @@ def transformer_config(
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     recompute: dict[str, Any] = {"recompute_granularity": model.recompute_granularity}
     if model.recompute_granularity == "full":
-        recompute.update(
-            recompute_method=model.recompute_method or "uniform", recompute_num_layers=model.recompute_num_layers or 1
-        )
+        at_once = 1 if model.recompute_num_layers is None else model.recompute_num_layers
+        if at_once > architecture.num_layers:
+            raise ValueError(f"--recompute-num-layers {at_once}: the model has {architecture.num_layers} layers")
+        recompute.update(recompute_method=model.recompute_method or "uniform", recompute_num_layers=at_once)
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,

@@ -33,6 +33,7 @@ LAYOUTS = {
     "cp2": Layout("cp2", context=2),
     "sharded": Layout("sharded", distributed_optimizer=True),
     "bf16": Layout("bf16", tensor=2, bf16=True),
+    "bf16 alone": Layout("bf16 alone", bf16=True),
     "moe": Layout("moe"),
     "moe-ep2": Layout("moe-ep2", expert=2),
     "moe-pp2": Layout("moe-pp2", pipeline=2, micro_batch_size=4),
@@ -139,6 +140,7 @@ def run_misfits(rank: int, data: Data, folder: str, others: dict[str, str], dama
     cases = {name: ("one", "one", path) for name, path in others.items()}
     cases.update({name: ("one", name, data.model_path) for name in damaged})
     cases["sharded, was not"] = ("sharded", "one", data.model_path)
+    cases["bfloat16, was not"] = ("bf16 alone", "one", data.model_path)
     cases["not sharded, was"] = ("one", "sharded", data.model_path)
     errors = {}
     for name, (layout, origin, model_path) in cases.items():

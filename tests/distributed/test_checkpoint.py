@@ -21,6 +21,7 @@ from m2po_megatron.checkpoint_files import (
     RunPosition,
     WriteResults,
     begin_directory,
+    check_batch_sizes,
     complete_directory,
     latest_checkpoint,
     read_position,
@@ -35,7 +36,15 @@ SAME = [*ALONE, "tp2", "dp2", "pp2", "tp2sp", "vpp2", "cp2", "moe-ep2", "sharded
 FIRST = [(name, name) for name in ALONE]
 SECOND = [(name, name) for name in SAME if name not in ALONE] + [
     *(("dp2", "tp2"), ("tp2", "one"), ("dp2", "pp2"), ("pp2", "tp2"), ("tp2", "dp2")),
-    *(("vpp2", "pp2"), ("pp2", "vpp2"), ("tp2sp", "vpp2"), ("vpp2", "tp2sp"), ("cp2", "vpp2"), ("tp2", "cp2"), ("vpp2", "one")),
+    *(
+        ("vpp2", "pp2"),
+        ("pp2", "vpp2"),
+        ("tp2sp", "vpp2"),
+        ("vpp2", "tp2sp"),
+        ("cp2", "vpp2"),
+        ("tp2", "cp2"),
+        ("vpp2", "one"),
+    ),
     *(("moe-ep2", "moe"), ("moe-pp2", "moe-ep2"), ("moe-tp2sp", "moe-ep2")),
 ]
 THIRD = [
@@ -175,15 +184,15 @@ HOW = ("no", "short", "empty")
 
 
 @pytest.fixture(scope="module")
-def misfits(
-    two: list[dict[str, Any]], data: Data, folder: Path, tiny_model: Callable[..., Path]
-) -> dict[str, Any]:
+def misfits(two: list[dict[str, Any]], data: Data, folder: Path, tiny_model: Callable[..., Path]) -> dict[str, Any]:
     others = {
         "another vocabulary": tiny_model("llama", vocab_size=40, **LAYERS),
         "tied": tiny_model("llama", tie=True, **LAYERS),
         "another family": tiny_model("qwen2", **LAYERS),
         "fewer layers": tiny_model("llama", num_hidden_layers=2),
-        "another rotary base": tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5}, **LAYERS),
+        "another rotary base": tiny_model(
+            "llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5}, **LAYERS
+        ),
     }
     damaged = []
     for what, (victim, _) in DAMAGED.items():
@@ -195,6 +204,9 @@ def misfits(
             file.unlink()
             if how != "no":
                 file.write_bytes(contents[: len(contents) // 2] if how == "short" else b"")
+    shutil.copytree(folder / "one", folder / "another kind of format")
+    damaged.append("another kind of format")
+    (folder / damaged[-1] / "iter_0000002" / "metadata.json").write_text("[]")
     return run_ranks(run_misfits, 1, data, str(folder), {name: str(path) for name, path in others.items()}, damaged)[0]
 
 
@@ -210,10 +222,15 @@ def misfits(
         *((f"{how} {what}", said) for what, (_, said) in DAMAGED.items() for how in HOW),
         (
             "sharded, was not",
-            "was saved under --use-distributed-optimizer False; its optimizer cannot be loaded under "
-            "--use-distributed-optimizer True, --tensor-model-parallel-size 1",
+            "was saved under --bf16 False, --use-distributed-optimizer False; its optimizer cannot be loaded under "
+            "--bf16 False, --use-distributed-optimizer True, --tensor-model-parallel-size 1",
         ),
-        ("not sharded, was", "was saved under --use-distributed-optimizer True"),
+        (
+            "bfloat16, was not",
+            "was saved under --bf16 False, --use-distributed-optimizer False; its optimizer cannot be loaded",
+        ),
+        ("not sharded, was", "was saved under --bf16 False, --use-distributed-optimizer True"),
+        ("another kind of format", "is not a whole checkpoint: "),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(misfits: dict[str, Any], name: str, said: str) -> None:
@@ -267,7 +284,9 @@ def test_a_failed_save_is_told_on_every_rank_until_one_succeeds(written: list[di
         assert told == [False, False, True, True, False, False]
         assert "save: iter_0000002 could not be written: " in rank["failures"][2]
     assert written[0]["failures"][2].endswith("written: on rank 1: Worker failure: [Errno 28] No space left on device")
-    assert written[0]["failures"][3].endswith("iter_0000003 could not be written: on rank 1: its writing process was killed")
+    assert written[0]["failures"][3].endswith(
+        "iter_0000003 could not be written: on rank 1: its writing process was killed"
+    )
 
 
 def make_checkpoint(path: Path, version: int = 2) -> None:
@@ -300,6 +319,45 @@ def test_latest_naming_what_is_not_whole_is_refused(tmp_path: Path, named: str) 
     assert str(error.value) == f"--load {tmp_path}: latest names {named}, which is not a complete checkpoint there"
 
 
+@pytest.mark.parametrize("held", [b"", b"\xff\xfe", b"iter_\0", b"../other", b".."])
+def test_latest_that_holds_no_name_is_refused_and_the_next_save_writes_it_anew(tmp_path: Path, held: bytes) -> None:
+    make_checkpoint(tmp_path / "iter_0000002")
+    (tmp_path / "latest").write_bytes(held)
+    with pytest.raises(ValueError, match=f"--load {tmp_path}: what its file latest holds is no name of a checkpoint"):
+        latest_checkpoint(tmp_path)
+    assert write_version(tmp_path, 4) == latest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"version": "x"}, "version is 'x', not a number of 0 or more"),
+        ({"version": True}, "version is True, not a number"),
+        ({"consumed_batches": None}, "consumed_batches is None, not a number"),
+        ({"incarnation": -1}, "incarnation is -1, not a number"),
+        ({"batch_sizes": [3]}, r"batch_sizes is \[3\], not numbers by flags"),
+        ({"other": 1}, "cannot be read: .*other"),
+    ],
+)
+def test_a_position_that_cannot_be_is_refused(tmp_path: Path, entry: dict[str, Any], said: str) -> None:
+    make_checkpoint(tmp_path / "iter_0000002")
+    (tmp_path / "iter_0000002" / "run.json").write_text(json.dumps(entry))
+    with pytest.raises(ValueError, match=f"--load: {tmp_path}/iter_0000002/run.json:? {said}"):
+        read_position(tmp_path / "iter_0000002")
+
+
+def test_a_place_counted_in_other_batches_is_refused(tmp_path: Path) -> None:
+    sizes = {"--group-size": 4, "--rollout-batch-size": 32, "--global-batch-size": 16}
+    path = write_version(tmp_path, 2, batch_sizes=sizes)
+    check_batch_sizes(path, sizes)
+    with pytest.raises(ValueError) as error:
+        check_batch_sizes(path, {**sizes, "--rollout-batch-size": 64, "--global-batch-size": 32})
+    assert str(error.value) == (
+        f"--load: {path} counts its place in the prompts with --rollout-batch-size 32 (now 64), "
+        "--global-batch-size 16 (now 32): resume with the same"
+    )
+
+
 def test_checkpoints_without_latest_do_not_start_the_run_anew(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "iter_0000002")
     assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000002"  # killed between the first one's name and `latest`
@@ -310,10 +368,10 @@ def test_checkpoints_without_latest_do_not_start_the_run_anew(tmp_path: Path) ->
         latest_checkpoint(tmp_path / "iter_0000002")
 
 
-def write_version(root: Path, version: int, keep_last: int = 0, in_use: Path | None = None) -> Path:
+def write_version(root: Path, version: int, keep_last: int = 0, in_use: Path | None = None, **position: Any) -> Path:
     aside = begin_directory(root, version)
     (aside / "tensors").write_text(f"new of version {version}")
-    return complete_directory(aside, RunPosition(version=version), keep_last, in_use)
+    return complete_directory(aside, RunPosition(version=version, **position), keep_last, in_use)
 
 
 def names(root: Path) -> list[str]:
