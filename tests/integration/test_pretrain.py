@@ -146,6 +146,11 @@ def test_a_run_and_its_resume(job: Job, layout: str) -> None:
     assert "LlamaForCausalLM" in printed
     assert "4/4" in printed
     assert (job.save / "latest").read_text().strip() == "iter_0000004"
+    if layout == "tp2":  # in other sizes the place in the prompts would be another
+        other = ["--rollout-batch-size", "32", "--global-batch-size", "16"]
+        job.start(*flags, *other, "--train-iters", "8", "--load", str(job.save))
+        assert job.wait() != 0
+        assert "--rollout-batch-size 16 (now 32), --global-batch-size 8 (now 16): resume with the same" in job.text()
     resumed = job.run(*flags, "--train-iters", "8", "--load", str(job.save), "--save-interval", "2")
     assert "version 4, incarnation 1" in resumed
     assert (job.save / "latest").read_text().strip() == "iter_0000008"
@@ -169,9 +174,7 @@ def test_a_run_and_its_resume(job: Job, layout: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("number", "target"), [(signal.SIGTERM, "launcher"), (signal.SIGINT, "launcher"), (signal.SIGINT, "everybody")]
-)
+@pytest.mark.parametrize(("number", "target"), [(signal.SIGTERM, "launcher"), (signal.SIGINT, "everybody")])
 def test_a_signal_saves_and_leaves_no_process(job: Job, number: signal.Signals, target: str) -> None:
     job.start("--train-iters", "2000")
     job.until_update(2)
@@ -202,6 +205,8 @@ def test_a_dead_engine_is_named_and_the_run_can_be_resumed(job: Job, depth: str)
     assert "engine-0" in text
     assert str(job.run_dir / "logs" / "engine-0.log") in text
     version = json.loads((job.save / (job.save / "latest").read_text().strip() / "run.json").read_text())["version"]
+    if depth == "1":
+        return  # the resume is the same
     target = str(version + 2)
     assert f"{target}/{target}" in job.run("--train-iters", target, "--load", str(job.save))
     assert [r["iteration"] for r in read_metrics(job.run_dir)[0]] == list(range(1, version + 3))
