@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from m2po_megatron.kernels.backends import Backend, Shard
 from m2po_megatron.kernels.logprob_function import gather_statistics
-from m2po_megatron.kernels.mixed_matmul import add_weight_gradient, project, project_back
+from m2po_megatron.kernels.mixed_matmul import add_weight_gradient, is_taken_as_it_is, project, project_back
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,7 @@ def _logits_again(
     """Chunks of rows and their logits, which the caller overwrites: stored ones, or computed into one buffer."""
     tokens = len(hidden)
     if stored is not None:
-        # Where the products need the gradient in another precision, a chunk bounds the copy.
-        size = tokens if stored.dtype == weight.dtype else options.chunk_tokens
+        size = tokens if is_taken_as_it_is(stored, weight) else options.chunk_tokens  # else a chunk bounds the copy
         for rows in _chunks(tokens, size):
             yield rows, stored[rows]
         return

@@ -11,7 +11,6 @@ equal on all ranks of the group.
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -42,7 +41,7 @@ def vocab_parallel_logprob(
     Args:
         logits: [..., V/TP], any float dtype: this rank's part of the vocabulary, parts in rank order.
         targets: int64 [...]: ids in the whole vocabulary; -100 = ignored (log-prob, entropy and gradient 0).
-        temperature: > 0.
+        temperature: 1e-30 to 1e30; within it no reciprocal leaves float32.
         entropy: "none" returns None for it, "value" computes it without gradient, "grad" with.
         tp_group: the ranks that hold the other parts; None = this rank holds all.
         vocab_size: the true V where the parts carry padding (columns from V on are ignored); default: all columns.
@@ -62,7 +61,7 @@ def vocab_parallel_logprob(
     size = columns * parts if vocab_size is None else vocab_size
     if not logits.is_floating_point():
         raise ValueError(f"logits must be of a float dtype, not {logits.dtype}")
-    _check_targets(targets, logits.shape[:-1], "logits", size)
+    _check_targets(targets, logits, logits.shape[:-1], "logits", size)
     _check_vocabulary(columns, parts, size)
     if parts > 1 and columns == vocab_size:
         raise ValueError(
@@ -129,7 +128,7 @@ def linear_logprob(
     size = columns * parts if vocab_size is None else vocab_size
     _check_linear(hidden, weight, mode, logits_dtype, chunk_tokens)
     tokens = hidden.shape[0] * (parts if sequence_parallel else 1)
-    _check_targets(targets, torch.Size([tokens]), "hidden", size)
+    _check_targets(targets, hidden, torch.Size([tokens]), "hidden", size)
     _check_vocabulary(columns, parts, size)
     _check_options(temperature, entropy)
     options = LinearOptions(
@@ -151,11 +150,13 @@ def linear_logprob(
 def _check_options(temperature: float, entropy: str) -> None:
     if entropy not in ("none", "value", "grad"):
         raise ValueError(f"entropy must be 'none', 'value' or 'grad', not {entropy!r}")
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be a positive number, not {temperature}")
+    if not 1e-30 <= temperature <= 1e30:
+        raise ValueError(f"temperature must be a positive number from 1e-30 to 1e30, not {temperature}")
 
 
-def _check_targets(targets: Tensor, shape: torch.Size, what: str, vocab_size: int) -> None:
+def _check_targets(targets: Tensor, of: Tensor, shape: torch.Size, what: str, vocab_size: int) -> None:
+    if targets.device != of.device:  # a kernel would take the address as one of its own device
+        raise ValueError(f"targets are on {targets.device}, but {what} on {of.device}")
     if targets.dtype != torch.int64 or targets.shape != shape:
         raise ValueError(
             f"targets must be int64 {tuple(shape)} to go with {what}, not {targets.dtype} {tuple(targets.shape)}"
@@ -174,6 +175,8 @@ def _check_vocabulary(columns: int, parts: int, vocab_size: int) -> None:
 def _check_linear(hidden: Tensor, weight: Tensor, mode: str, logits_dtype: torch.dtype, chunk_tokens: int) -> None:
     if mode not in ("store", "recompute"):
         raise ValueError(f"mode must be 'store' or 'recompute', not {mode!r}")
+    if hidden.device != weight.device:
+        raise ValueError(f"hidden is on {hidden.device}, but weight on {weight.device}")
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} must be [t, H] and [V/TP, H]")
     if not hidden.is_floating_point() or hidden.dtype != weight.dtype:

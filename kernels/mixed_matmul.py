@@ -27,6 +27,11 @@ def project(hidden: Tensor, weight: Tensor, *, out: Tensor) -> None:
             torch.mm(wide, weight[rows].float().t(), out=out[:, rows])
 
 
+def is_taken_as_it_is(gradient: Tensor, weight: Tensor) -> bool:
+    """Whether the two functions below multiply this gradient without a copy of it in another precision."""
+    return gradient.dtype == weight.dtype and (gradient.device.type == "cuda" or gradient.dtype == torch.float32)
+
+
 def project_back(gradient: Tensor, weight: Tensor, *, out: Tensor) -> None:
     """out float32 [t, H] = gradient [t, V'] @ weight [V', H].
 

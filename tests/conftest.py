@@ -6,9 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.tiny_models import make_tiny_model
+
+hypothesis.settings.register_profile("seeded", derandomize=True)  # the same examples in every run, as all else here
+hypothesis.settings.load_profile("seeded")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -178,7 +178,7 @@ import torch
 from m2po_megatron.kernels.logprob import linear_logprob
 
 mode, tokens, chunk, gradient = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "True"
-dtype = getattr(torch, sys.argv[5])
+dtype, logits_dtype = getattr(torch, sys.argv[5]), getattr(torch, sys.argv[6])
 torch.manual_seed(0)
 
 
@@ -187,7 +187,7 @@ def one_pass(tokens):
     targets = torch.randint(0, vocab, (tokens,))
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     before = resident("VmRSS")
-    logprobs, _ = linear_logprob(hidden, weight, targets, mode=mode, chunk_tokens=chunk)
+    logprobs, _ = linear_logprob(hidden, weight, targets, mode=mode, chunk_tokens=chunk, logits_dtype=logits_dtype)
     if gradient:
         logprobs.sum().backward()
     return resident("VmHWM") - before
@@ -206,9 +206,11 @@ print(one_pass(tokens))
 """
 
 
-def peak_bytes(mode: str, tokens: int, chunk: int, gradient: bool, dtype: str = "float32") -> int:
+def peak_bytes(
+    mode: str, tokens: int, chunk: int, gradient: bool, dtype: str = "float32", logits_dtype: str = "float32"
+) -> int:
     """Memory beyond the arguments, measured in a process of its own."""
-    arguments = [mode, str(tokens), str(chunk), str(gradient), dtype]
+    arguments = [mode, str(tokens), str(chunk), str(gradient), dtype, logits_dtype]
     done = subprocess.run(
         [sys.executable, "-c", PEAK, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
     )
@@ -227,10 +229,13 @@ def test_peak_memory_is_bounded_by_the_chunk(mode, gradient, dtype) -> None:
 
 
 @pytest.mark.slow
-def test_storing_holds_the_logits_once() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "logits_dtype", "size"), [("float32", "float32", 4), ("bfloat16", "float32", 4), ("bfloat16", "bfloat16", 2)]
+)
+def test_storing_holds_the_logits_once(dtype: str, logits_dtype: str, size: int) -> None:
     tokens, vocab, slack = 2048, 40000, 40 << 20
-    peak = peak_bytes("store", tokens, 64, True)
-    assert 4 * tokens * vocab <= peak <= 4 * tokens * vocab + slack
+    peak = peak_bytes("store", tokens, 64, True, dtype, logits_dtype)
+    assert size * tokens * vocab <= peak <= size * tokens * vocab + slack
 
 
 @pytest.mark.parametrize(
@@ -244,6 +249,8 @@ def test_storing_holds_the_logits_once() -> None:
         ({"weight": torch.zeros(COLUMNS, HIDDEN, dtype=torch.bfloat16)}, "dtype"),
         ({"targets": torch.zeros(3, dtype=torch.int64)}, "targets"),
         ({"targets": torch.full((TOKENS,), VOCAB)}, "101"),
+        ({"targets": torch.zeros(TOKENS, dtype=torch.int64, device="meta")}, "targets are on meta, but hidden on cpu"),
+        ({"weight": torch.zeros(COLUMNS, HIDDEN, device="meta")}, "hidden is on cpu, but weight on meta"),
         ({"temperature": -1.0}, "temperature"),
         ({"entropy": "all"}, "entropy"),
         ({"vocab_size": 105}, "105"),

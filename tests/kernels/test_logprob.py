@@ -267,6 +267,9 @@ def test_rows_of_a_chunk_do_not_matter(monkeypatch) -> None:
     [
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 1e39}, "temperature"),
+        ({"temperature": 1e-46}, "temperature"),
+        ({"targets": torch.zeros(2, dtype=torch.int64, device="meta")}, "targets are on meta, but logits on cpu"),
         ({"vocab_size": 13}, "13"),
         ({"backend": "cuda"}, "backend"),
         ({"backend": "triton"}, "triton.*cpu"),

@@ -21,7 +21,7 @@ from m2po_megatron.kernels import logprob_triton
 
 ARCHITECTURES = (80, 90, 100)
 VOCABULARY = 151936
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 # Registers a thread. An SM has 65536: at 80, six programs of 128 threads fit, whose loads keep 6 x 8 KiB on their way,
 # more than the 26 to 33 KiB (bandwidth x latency, 33 bytes a ns x 0.8 to 1 us on an H200) that keep its memory busy. The
 # gradient kernel also writes, half of its time on the bus is its loads', so it gets more programs.
