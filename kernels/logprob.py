@@ -56,13 +56,13 @@ def vocab_parallel_logprob(
         ValueError: shapes, dtypes, temperature, vocabulary size or backend that cannot be; on CPU also a target outside
             the vocabulary (elsewhere, where looking would stall the device, its log-prob is NaN).
     """
+    if not logits.is_floating_point() or logits.dim() == 0:
+        raise ValueError(f"logits must be [..., V/TP] of a float dtype, not {logits.dtype} {tuple(logits.shape)}")
     parts = dist.get_world_size(tp_group) if tp_group is not None else 1
     columns = logits.shape[-1]
     size = columns * parts if vocab_size is None else vocab_size
-    if not logits.is_floating_point():
-        raise ValueError(f"logits must be of a float dtype, not {logits.dtype}")
-    _check_targets(targets, logits, logits.shape[:-1], "logits", size)
     _check_vocabulary(columns, parts, size)
+    _check_targets(targets, logits, logits.shape[:-1], "logits", size)
     if parts > 1 and columns == vocab_size:
         raise ValueError(
             f"logits have all {vocab_size} columns of the vocabulary: pass this rank's part, not gathered ones (a part that "
@@ -123,13 +123,13 @@ def linear_logprob(
         chunk_tokens: rows of logits that exist at a time, where they are not stored.
         (the others, the results and the errors as in `vocab_parallel_logprob`; "store" goes backward once)
     """
+    _check_linear(hidden, weight, mode, logits_dtype, chunk_tokens)
     parts = dist.get_world_size(tp_group) if tp_group is not None else 1
     columns = weight.shape[0]
     size = columns * parts if vocab_size is None else vocab_size
-    _check_linear(hidden, weight, mode, logits_dtype, chunk_tokens)
+    _check_vocabulary(columns, parts, size)
     tokens = hidden.shape[0] * (parts if sequence_parallel else 1)
     _check_targets(targets, hidden, torch.Size([tokens]), "hidden", size)
-    _check_vocabulary(columns, parts, size)
     _check_options(temperature, entropy)
     options = LinearOptions(
         store=mode == "store",
@@ -150,8 +150,8 @@ def linear_logprob(
 def _check_options(temperature: float, entropy: str) -> None:
     if entropy not in ("none", "value", "grad"):
         raise ValueError(f"entropy must be 'none', 'value' or 'grad', not {entropy!r}")
-    if not 1e-30 <= temperature <= 1e30:
-        raise ValueError(f"temperature must be a positive number from 1e-30 to 1e30, not {temperature}")
+    if not (isinstance(temperature, int | float) and 1e-30 <= temperature <= 1e30):
+        raise ValueError(f"temperature must be a positive number from 1e-30 to 1e30, not {temperature!r}")
 
 
 def _check_targets(targets: Tensor, of: Tensor, shape: torch.Size, what: str, vocab_size: int) -> None:
@@ -184,7 +184,10 @@ def _check_linear(hidden: Tensor, weight: Tensor, mode: str, logits_dtype: torch
     if logits_dtype not in (torch.float32, hidden.dtype):
         raise ValueError(f"logits_dtype must be torch.float32 or hidden's {hidden.dtype}, not {logits_dtype}")
     main_grad = getattr(weight, "main_grad", None)
-    if main_grad is not None and main_grad.dtype != torch.float32:
-        raise ValueError(f"weight.main_grad must be float32 (Megatron's grad_reduce_in_fp32), not {main_grad.dtype}")
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
+    if main_grad is not None and (main_grad.dtype != torch.float32 or main_grad.shape != weight.shape):
+        raise ValueError(
+            f"weight.main_grad must be float32 (Megatron's grad_reduce_in_fp32) {tuple(weight.shape)}, not "
+            f"{main_grad.dtype} {tuple(main_grad.shape)}"
+        )
+    if not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be a whole number of at least 1, not {chunk_tokens}")

@@ -243,6 +243,8 @@ def test_storing_holds_the_logits_once(dtype: str, logits_dtype: str, size: int)
     [
         ({"mode": "keep"}, "store"),
         ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"chunk_tokens": 2.5}, "chunk_tokens"),
+        ({"weight": torch.zeros(0, HIDDEN)}, "1 parts of 0 columns cannot hold a vocabulary"),
         ({"weight": with_buffer(torch.bfloat16)}, "main_grad"),
         ({"logits_dtype": torch.bfloat16}, "logits_dtype"),
         ({"weight": torch.zeros(COLUMNS, 3)}, "hidden"),

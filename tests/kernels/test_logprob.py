@@ -109,6 +109,14 @@ def test_any_shape_and_dtype(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_logits_spread_over_hundreds(temperature: float, seed: int, backend: str) -> None:
+    case = make_case((200,), 50, scale=150.0, temperature=temperature, seed=seed)
+    assert_agrees(*run(case, backend), case, expected_of(case))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shift", [-300.0, 300.0, 3e4])
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_large_logits(shift: float, temperature: float, backend: str) -> None:
@@ -267,7 +275,10 @@ def test_rows_of_a_chunk_do_not_matter(monkeypatch) -> None:
     [
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
         ({"temperature": 1e39}, "temperature"),
+        ({"vocab_size": 0}, "cannot hold a vocabulary of 0"),
+        ({"logits": torch.tensor(1.0)}, "V/TP"),
         ({"temperature": 1e-46}, "temperature"),
         ({"targets": torch.zeros(2, dtype=torch.int64, device="meta")}, "targets are on meta, but logits on cpu"),
         ({"vocab_size": 13}, "13"),

@@ -83,6 +83,8 @@ CASES: dict[str, Case] = {
         for entropy, dtype in product(("none", "value"), FLOATS)
     },
     **{f"in place-{str(dtype)[6:]}": Case(4748, dtype, 1.3, parts=2, inplace=True) for dtype in FLOATS},
+    "32000-parts2": Case(32000, parts=2, temperature=0.7),
+    "151936, padded": Case(151936, torch.bfloat16, width=152064, inplace=True, temperature=1.3),
     "strided": Case(1500, strided=True),
     "strided, in place": Case(4748, torch.bfloat16, parts=2, strided=True, inplace=True),
     "in place, no entropy": Case(1500, inplace=True, entropy="none", temperature=0.7),
